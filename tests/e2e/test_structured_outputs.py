@@ -113,7 +113,7 @@ def test_a_failure_of_xgrammar_ends_one_request(ahead, monkeypatch):
     monkeypatch.setattr(BatchGrammarMatcher, "batch_fill_next_token_bitmask", fill)
     monkeypatch.setattr(GrammarMatcher, "fill_next_token_bitmask", fill_alone)
     outputs = generate(llm, PROMPTS[:3], params)
-    assert "could not be restricted: it is broken" in (outputs[0].error or "")
+    assert outputs[0].error == "structured_outputs: the next token could not be restricted (the log says why)"
     assert [output.error for output in outputs[1:]] == [None, None]
     assert token_ids(outputs[1:]) == token_ids(expected[1:])
     stats = llm.engine.stats
@@ -161,15 +161,11 @@ def test_json_parses_and_validates(llm, schemas, temperature, as_text):
         for schema in schemas
     ]
     for p in params:
-        p.max_tokens, p.logit_bias = 400, {llm.get_tokenizer().encode(" ")[-1]: -100.0}
-        p.frequency_penalty = 1.0  # or else blanks go on for ever
+        p.max_tokens = 400
     outputs = generate(llm, PROMPTS[: len(schemas)], params)
     for schema, output in zip(schemas, outputs, strict=True):
         completion = output.outputs[0]
-        assert output.error is None
-        if completion.finish_reason == "length":
-            assert as_text and re.search(r"\s{20}", completion.text), completion.text  # only blanks have no limit
-            continue
+        assert output.error is None and completion.finish_reason == "stop", completion.text
         assert valid(schema, json.loads(completion.text)), completion.text
 
 
@@ -209,6 +205,38 @@ def test_grammars_and_any_json(llm):
     ended = [json.loads(completion.text) for completion in outputs if completion.finish_reason == "stop"]
     assert ended and all(isinstance(value, dict | list) for value in ended)
     assert re.fullmatch(r"(\d|\([a-z]\))( \+ (\d|\([a-z]\))){1,2}", text)
+
+
+SMALL = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_output_is_filled_with_blanks(llm, temperature):
+    """By default, too: a small model would indent to its last token."""
+    params = structured(temperature, 80, n=8 if temperature else 1, seed=5, json=SMALL)
+    for text in texts(generate(llm, PROMPTS[:3], params)):
+        assert valid({**SMALL, "additionalProperties": False}, json.loads(text))
+
+
+@AHEAD
+def test_a_form_ends_an_output_however_many_tokens_it_should_have(ahead):
+    """And nothing else does."""
+    llm = demo(async_scheduling=ahead)
+    params = structured(1.0, 30, n=2, seed=2, regex="(yes|no)|[ab]{3,12}")
+    params.min_tokens, params.stop_token_ids = 25, llm.get_tokenizer().encode("a")
+    for text in texts(generate(llm, PROMPTS[:3], params)):
+        assert text in ("yes", "no") or len(text) == 12, "it goes on as long as it can"
+
+
+def test_a_form_that_can_go_on_has_min_tokens(llm):
+    params = structured(0.0, 40, regex="[a-z ]*")
+    assert len(generate(llm, PROMPTS[0], params)[0].outputs[0].token_ids) < 40
+    params.min_tokens = 35
+    assert len(generate(llm, PROMPTS[0], params)[0].outputs[0].token_ids) >= 35
 
 
 @AHEAD
@@ -382,7 +410,8 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_request(monkeypatch):
     llm = demo()
     bad, good = generate(llm, PROMPTS[:2], [structured(regex="a"), SamplingParams(temperature=0, max_tokens=3)])
     assert (
-        bad.outputs[0].finish_reason == "error" and bad.error == "structured_outputs could not be compiled: too large"
+        bad.outputs[0].finish_reason == "error"
+        and bad.error == "structured_outputs could not be compiled: the log says why"
     )
     assert good.outputs[0].finish_reason == "length"
     assert not llm.engine.has_unfinished_requests()
@@ -393,6 +422,7 @@ def test_a_grammar_whose_tokens_are_all_banned_ends_its_request(llm):
     params.allowed_token_ids = llm.get_tokenizer().encode("x")
     bad, good = generate(llm, PROMPTS[:2], [params, SamplingParams(temperature=0, max_tokens=3)])
     assert bad.outputs[0].finish_reason == "error" and "no token was left that the grammar allows" in bad.error
+    assert bad.error.endswith(": allowed_token_ids banned them")
     assert good.error is None
 
 
@@ -403,7 +433,8 @@ def test_a_grammar_whose_tokens_are_all_banned_ends_its_request(llm):
         ({"grammar": 'start ::= "a"'}, "grammar cannot be used: .*root"),
         ({"json": "{"}, "json is not a JSON schema"),
         ({"json": {"a": {1, 2}}}, "json is not a JSON schema"),
-        ({"json": {"type": "strange"}}, "json cannot be used: Unsupported type"),
+        ({"grammar": "root ::= root"}, "grammar cannot be used: no text of its rule 'root' ever ends"),
+        ({"json": {"type": "strange"}}, "json is not a JSON schema .*: 'type' must be of string, "),
         ({"json": "3"}, "json is not a JSON schema .*: it must be an object, got 3"),
         ({"json": {"not": {"type": "null"}}}, "json has 'not'"),
         ({"json": {"type": "array", "items": {"minimum": 3}}}, "json has 'minimum' without 'type'"),

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.engines import greedy, thinking_checkpoint, tiny_llm, token_ids
 
-from tritonllm.engine.control import AfterThought, ThinkingBudget, thought_tokens
+from tritonllm.engine.control import AfterThought, AtLeast, ThinkingBudget, mask_of, thought_tokens
 from tritonllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 BEGIN, END = 1, 2
@@ -92,6 +92,40 @@ def test_a_preempted_thought_goes_on():
 def test_a_tokenizer_without_thoughts_is_refused():
     with pytest.raises(ValueError, match=r"thinking_token_budget needs .*</think>"):
         tiny_llm().generate([[5]], greedy(1, thinking_token_budget=3), use_tqdm=False)
+
+
+class Allows:
+    """A control that allows some tokens."""
+
+    def __init__(self, *tokens):
+        self.tokens = tokens
+
+    def restricts(self, pending):
+        return False
+
+    def take(self, tokens):
+        return None
+
+    def mask(self):
+        words = np.zeros(3, dtype=np.int32)
+        for token in self.tokens:
+            words |= mask_of(token, 3)
+        return words if self.tokens else None
+
+    def forced(self):
+        return self.tokens
+
+
+@pytest.mark.parametrize(
+    ("tokens", "short"), [((9, 31), {9}), ((31, 40), {31, 40}), ((3, 9), {3, 9}), ((), {*range(70)} - {31, 40, 63})]
+)
+def test_an_output_does_not_end_before_its_least_tokens_if_it_can_go_on(tokens, short):
+    control = AtLeast(Allows(*tokens), 2, [31, 40, 63], 70)
+    for _ in range(2):
+        assert control.restricts(1) and allowed(control) == short and control.forced() == ()
+        control.take([7])
+    assert not control.restricts(1) and control.forced() == tokens
+    assert allowed(control) == ({*tokens} if tokens else None)
 
 
 class Recorded:

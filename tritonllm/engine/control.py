@@ -7,7 +7,7 @@ come in, masks are filled (:mod:`tritonllm.engine.restrictions`), and the draw i
 steps in the same way (`execute_model` and `sample_tokens`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -125,6 +125,42 @@ class ThinkingBudget:
 
     def forced(self) -> Sequence[int]:
         return ()
+
+
+class AtLeast:
+    """Bans what ends an output that is too short, unless another control allows nothing else.
+
+    Args:
+        control: of the output.
+        least: tokens, the one that ends it not counted.
+        ends: tokens that would end it.
+        vocab: size of the model's vocabulary.
+    """
+
+    waits = False
+
+    def __init__(self, control: Control, least: int, ends: Iterable[int], vocab: int) -> None:
+        self._control, self._left = control, least
+        self._others = np.full(-(-vocab // 32), -1, dtype=np.int32)
+        for token in ends:
+            self._others[token // 32] &= ~mask_of(token % 32, 1)[0]
+
+    def restricts(self, pending: int) -> bool:
+        return self._left > 0 or self._control.restricts(pending)
+
+    def take(self, tokens: Sequence[int]) -> str | None:
+        self._left -= len(tokens)
+        return self._control.take(tokens)
+
+    def mask(self) -> np.ndarray | None:
+        words = self._control.mask()
+        if self._left <= 0:
+            return words
+        longer = self._others if words is None else words & self._others
+        return longer if words is None or longer.any() else words
+
+    def forced(self) -> Sequence[int]:
+        return () if self._left > 0 else self._control.forced()
 
 
 class AfterThought:

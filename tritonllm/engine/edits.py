@@ -51,7 +51,7 @@ def entries_of(request: Request) -> tuple[TokenEdit, ...]:
     """Biases and bans of single tokens, with their conditions."""
     params = request.params
     entries = [TokenEdit(token, bias) for token, bias in (params.logit_bias or {}).items()]
-    if params.min_tokens:
+    if params.min_tokens and params.structured_outputs is None:  # else the host knows when the form has to end
         ends = {*request.eos_token_ids, *(params.stop_token_ids or ())}
         entries += [TokenEdit(token, -math.inf, until=params.min_tokens) for token in sorted(ends)]
     return (*entries, *(TokenEdit(word[-1], -math.inf, after=word[:-1]) for word in request.bad_words))

@@ -19,11 +19,17 @@ def cut(request: Request, new: int) -> Ending | None:
 
 def ending(request: Request, length: int) -> Ending | None:
     """How an output that is ``length`` tokens long ends, if it does. An end-of-sequence or stop token, or a repetition,
-    counts from ``min_tokens`` on; where it meets the length limit, it is the reason."""
+    counts from ``min_tokens`` on; where it meets the length limit, it is the reason. A structured output ends with its
+    form, however short that is."""
     params, token = request.params, request.output_token_ids[length - 1]
-    if length >= params.min_tokens:
-        if token in request.eos_token_ids and not params.ignore_eos:
-            return RequestStatus.FINISHED_STOPPED, None
+    long_enough = length >= params.min_tokens
+    if (
+        (long_enough or params.structured_outputs is not None)
+        and token in request.eos_token_ids
+        and not params.ignore_eos
+    ):
+        return RequestStatus.FINISHED_STOPPED, None
+    if long_enough:
         if params.stop_token_ids and token in params.stop_token_ids:
             return RequestStatus.FINISHED_STOPPED, token
         repeats = params.repetition_detection

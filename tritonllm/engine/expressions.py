@@ -8,7 +8,7 @@ So sizes have limits; those of lengths are in :class:`~tritonllm.sampling_params
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 MOST_RULES = 1000  # of a grammar
 MOST_REPEATS = 256  # parts of a regex, or of one rule, with "*" or "?" behind them or "{0" as in "{0,3}"
@@ -101,3 +101,63 @@ def _is_inner(anchor: str, parts: Iterable[str], opening: str, closing: str) -> 
         elif before:
             return True
     return False
+
+
+_PIECE = re.compile(
+    r'(?P<name>[\w.-]+)(?P<rule>\s*::=)?|"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]'
+    r"|(?P<repeat>\{(?P<least>\d+)[^}]*\}|[*+?])|(?P<mark>\(=|[()|])|#[^\n]*",
+    re.DOTALL,
+)
+
+
+def is_endless(grammar: str) -> bool:
+    """Whether no text of a grammar's rule ``root`` ever ends, as of ``root ::= root``.
+
+    Args:
+        grammar: in EBNF, without mistakes.
+    """
+    clauses = list[_Clause]()
+    open_ = list[_Clause]()
+    groups = 0
+    for piece in _PIECE.finditer(grammar):
+        mark, head = piece["mark"], open_[-1][0] if open_ else ""
+        if piece["rule"]:
+            clauses += open_
+            open_ = [(piece["name"], [])]
+        elif mark == "|":
+            clauses.append(open_.pop())
+            open_.append((head, []))
+        elif mark == ")":
+            clauses.append(open_.pop())
+        elif mark is not None:
+            groups += 1
+            open_[-1][1].append(groups if mark == "(" else "")  # "(=" asks what comes behind, and takes nothing
+            open_.append((groups, []))
+        elif piece["repeat"] is None:
+            open_[-1][1].append(piece["name"] or "")
+        elif piece["repeat"] in "*?" or piece["least"] == "0":
+            open_[-1][1][-1:] = []
+    return "root" not in _ending([*clauses, *open_])
+
+
+_Clause = tuple[str | int, list[str | int]]  # what ends if all these end; a number stands for a group, "" for letters
+
+
+def _ending(clauses: Sequence[_Clause]) -> set[str | int]:
+    known = {head for head, _ in clauses}
+    left = [len({*needs} & known) for _, needs in clauses]
+    needed_by = dict[str | int, list[int]]()
+    for at, (_, needs) in enumerate(clauses):
+        for need in {*needs} & known:
+            needed_by.setdefault(need, []).append(at)
+    found = set[str | int]()
+    waiting = [head for (head, _), count in zip(clauses, left, strict=True) if count == 0]
+    while waiting:
+        head = waiting.pop()
+        if head not in found:
+            found.add(head)
+            for at in needed_by.get(head, ()):
+                left[at] -= 1
+                if left[at] == 0:
+                    waiting.append(clauses[at][0])
+    return found

@@ -9,6 +9,7 @@ flexible and efficient structured generation engine for large language models", 
 """
 
 import json
+import logging
 import os
 import re
 from collections import OrderedDict, deque
@@ -20,12 +21,16 @@ from weakref import WeakValueDictionary, ref
 
 import numpy as np
 
+from tritonllm.engine.characters import quoted
 from tritonllm.engine.control import MOST_FORCED, mask_of, only_token
-from tritonllm.engine.expressions import ignored, too_large
+from tritonllm.engine.expressions import ignored, is_endless, too_large
 from tritonllm.engine.json_schema import malformed, unsupported
-from tritonllm.engine.short_strings import with_chains
+from tritonllm.engine.patterns import Unreadable, whole
+from tritonllm.engine.schema_document import Document
+from tritonllm.engine.schema_grammar import any_json, grammar_of
 from tritonllm.sampling_params import StructuredOutputsParams
 
+logger = logging.getLogger(__name__)
 MOST_KEPT = 256  # compiled grammars; one of a small schema takes some hundred kilobytes
 _PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")  # of xgrammar's errors: the time, and a line of its source
 
@@ -40,13 +45,6 @@ def _xgrammar() -> Any:
     return xgrammar
 
 
-def _quoted(text: str) -> str:
-    """A string of EBNF. An escape has four digits: one of two goes on where a letter behind it could be a third."""
-    escapes = {"\\": "\\\\", '"': '\\"'}
-    plain = (escapes.get(c, c if 0x20 <= ord(c) != 0x7F else f"\\u{ord(c):04x}") for c in text)
-    return f'"{"".join(plain)}"'
-
-
 def parse(wish: StructuredOutputsParams) -> Any:
     """An ``xgrammar.Grammar``.
 
@@ -59,52 +57,62 @@ def parse(wish: StructuredOutputsParams) -> Any:
         large = too_large(name, value)
         if large is not None:
             raise ValueError(f"structured_outputs: {name} has {large}: make it smaller")
-    if wish.regex is not None:
-        left_out = ignored(wish.regex)
-        if left_out is not None:
-            raise ValueError(
-                f"structured_outputs: regex has {left_out}, which a grammar cannot keep an output to: drop it"
-            )
+    text = value if name == "grammar" else written(wish)
     try:
-        if wish.json is not None:
-            return _parse_schema(grammar, wish)
-        if wish.regex is not None:
-            return grammar.from_regex(wish.regex)
-        if wish.choice is not None:
-            return grammar.from_ebnf(f"root ::= {' | '.join(map(_quoted, wish.choice))}")
-        if wish.grammar is not None:
-            return grammar.from_ebnf(wish.grammar)
-        return grammar.builtin_json_grammar()
+        parsed = grammar.from_ebnf(text)
     except RuntimeError as error:
         raise ValueError(f"structured_outputs: {name} cannot be used: {_PLACE.sub('', str(error)).strip()}") from error
+    if name == "grammar" and is_endless(str(parsed)):
+        raise ValueError("structured_outputs: grammar cannot be used: no text of its rule 'root' ever ends")
+    return parsed
 
 
-def _parse_schema(grammar: Any, wish: StructuredOutputsParams) -> Any:
+def written(wish: StructuredOutputsParams) -> str:
+    """A wish that is no grammar yet as one, in EBNF.
+
+    Raises:
+        ValueError: it is wrong, or cannot be kept.
+    """
+    if wish.json is not None:
+        return _schema(wish)
+    if wish.regex is not None:
+        return f"root ::= {_expression(wish.regex)}"
+    if wish.choice is not None:
+        try:
+            return f"root ::= {' | '.join(map(quoted, wish.choice))}"
+        except ValueError as error:
+            raise ValueError(f"structured_outputs: choice has {error}: drop it") from error
+    return any_json(not wish.disable_any_whitespace)
+
+
+def _expression(regex: str) -> str:
+    left_out = ignored(regex)
+    if left_out is not None:
+        raise ValueError(f"structured_outputs: regex has {left_out}, which a grammar cannot keep an output to: drop it")
+    try:
+        return whole(regex)
+    except Unreadable as error:
+        raise ValueError(f"structured_outputs: regex cannot be used: it has {error}") from error
+
+
+def _schema(wish: StructuredOutputsParams) -> str:
     assert wish.json is not None
     try:
-        text = wish.json if isinstance(wish.json, str) else json.dumps(wish.json)
-        schema = json.loads(text)
+        schema = json.loads(wish.json if isinstance(wish.json, str) else json.dumps(wish.json))
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"structured_outputs: json is not a JSON schema: {error}") from error
-    wrong = malformed(schema)
+    document = Document(schema)
+    wrong = malformed(document)
     if wrong is not None:
         raise ValueError(f"structured_outputs: json is not a JSON schema that can be followed: {wrong}")
-    ignored = unsupported(schema)
-    if ignored is not None:
-        raise ValueError(f"structured_outputs: json has {ignored}, which a grammar cannot keep an output to: drop it")
-    return _quick(grammar.from_json_schema(text, any_whitespace=not wish.disable_any_whitespace))
-
-
-def _quick(grammar: Any) -> Any:
-    """The same grammar, written so that the masks of its short strings are quick to fill."""
-    text = with_chains(str(grammar))
-    if text is None:
-        return grammar
+    found = unsupported(document)
     try:
-        chained = type(grammar).from_ebnf(text)
-    except RuntimeError:  # what xgrammar writes it can read, as far as is known
-        return grammar
-    return chained if str(chained) == text else grammar
+        text = "" if found is not None else grammar_of(document, not wish.disable_any_whitespace)
+    except (ValueError, RecursionError) as error:
+        found = "values nested too deep" if isinstance(error, RecursionError) else str(error)
+    if found is not None:
+        raise ValueError(f"structured_outputs: json has {found}, which a grammar cannot keep an output to: drop it")
+    return text
 
 
 class Grammars:
@@ -235,12 +243,13 @@ class GrammarControl:
     Args:
         compiled: of the grammar; done before anything is asked.
         vocab: size of the model's vocabulary.
+        bans: parameters of the request that may ban what the grammar allows.
     """
 
     waits = False
 
-    def __init__(self, compiled: "Future[Any]", vocab: int) -> None:
-        self._compiled, self.words = compiled, -(-vocab // 32)
+    def __init__(self, compiled: "Future[Any]", vocab: int, bans: Sequence[str] = ()) -> None:
+        self._compiled, self.words, self._bans = compiled, -(-vocab // 32), bans
         self._ahead: deque[int] = deque()  # tokens that must come next, which the matcher has taken already
         self._next: np.ndarray | None = None  # the mask behind those, if it was filled
         self._failure: str | None = None  # of the package
@@ -259,10 +268,8 @@ class GrammarControl:
             if self._ahead and token == self._ahead[0]:
                 self._ahead.popleft()
             elif self._ahead or not self._accept(token):
-                return (
-                    f"structured_outputs: no token was left that the grammar allows (token {token} was drawn): "
-                    "bad_words, allowed_token_ids, logit_bias, min_tokens or a logits processor banned them"
-                )
+                why = f"{' or '.join(self._bans)} banned them" if self._bans else "the vocabulary has none for its text"
+                return f"structured_outputs: no token was left that the grammar allows (token {token} was drawn): {why}"
         return None
 
     def mask(self) -> np.ndarray | None:
@@ -290,8 +297,9 @@ class GrammarControl:
         """Write the next token's mask. If xgrammar fails, nothing may come, and the request ends with that."""
         try:
             self.matcher.fill_next_token_bitmask(mask[None])
-        except Exception as error:
-            self._failure = f"structured_outputs: the next token could not be restricted: {error}"
+        except Exception:  # in words for its developers
+            logger.exception("xgrammar could not fill a mask")
+            self._failure = "structured_outputs: the next token could not be restricted (the log says why)"
             mask.fill(0)
 
     def write(self, mask: np.ndarray) -> bool:

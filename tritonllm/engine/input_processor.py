@@ -11,7 +11,15 @@ from typing import Any
 import numpy as np
 
 from tritonllm.engine.answer_text import AnswerText, Marks
-from tritonllm.engine.control import THOUGHTS, AfterThought, Control, ReadsOutput, ThinkingBudget, thought_tokens
+from tritonllm.engine.control import (
+    THOUGHTS,
+    AfterThought,
+    AtLeast,
+    Control,
+    ReadsOutput,
+    ThinkingBudget,
+    thought_tokens,
+)
 from tritonllm.engine.detokenizer import Words
 from tritonllm.engine.edits import check_edits
 from tritonllm.engine.grammar import GrammarControl, Grammars
@@ -41,6 +49,7 @@ class PromptTooLongError(ValueError):
 
 
 SURELY_QUICK = 1 << 16  # characters of a prompt, some ten milliseconds of the tokenizer's
+_BANS = ("bad_words", "allowed_token_ids", "logit_bias", "logits_processors")  # parameters that may ban tokens
 NO_MEDIA = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs")  # vLLM's; they may be there, and empty
 
 
@@ -338,9 +347,13 @@ class InputProcessor:
         controls: list[Control] = []
         if grammar is not None:
             assert params.structured_outputs is not None  # whose grammar it is
-            control: Control = GrammarControl(grammar, self.vocab_size)
+            given = [name for name in _BANS if getattr(params, name)]
+            control: Control = GrammarControl(grammar, self.vocab_size, given)
             if params.structured_outputs.after_thought and self._thought is not None:
                 control = AfterThought(control, *self._thought, prompt.token_ids, self.vocab_size)
+            if params.min_tokens:
+                ends = {*self.eos_token_ids, *(params.stop_token_ids or ())}
+                control = AtLeast(control, params.min_tokens, ends, self.vocab_size)
             controls.append(control)
         if params.logits_processors:
             controls.append(ReadsOutput())
