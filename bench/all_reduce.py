@@ -167,7 +167,7 @@ def run_rank(rank: int, size: int, ports: tuple[int, int], jobs: list[Job], repe
         torch.cuda.set_device(rank)
         device = torch.device("cuda", rank)
         store, others = (dist.TCPStore("127.0.0.1", port, is_master=False) for port in ports)
-        group = connect(store, rank, size, device, timeout=120.0, local=True)
+        group = connect(store, rank, size, device, timeout=120.0)
         assert isinstance(group, SymmetricGroup)
         if any(job.variant.startswith("torch") for job in jobs):
             dist.init_process_group("nccl", store=others, rank=rank, world_size=size, device_id=device)

@@ -160,7 +160,7 @@ def run_rank(rank: int, size: int, ports: tuple[int, int], jobs: list[Job], repe
         torch.cuda.set_device(rank)
         device = torch.device("cuda", rank)
         store = dist.TCPStore("127.0.0.1", ports[0], is_master=False)
-        group = connect(store, rank, size, device, timeout=120.0, local=True)
+        group = connect(store, rank, size, device, timeout=120.0)
         assert isinstance(group, ConnectedGroup)
         group.introduce_all()
         ours = SymmetricExchange(group, device)

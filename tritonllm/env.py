@@ -14,6 +14,8 @@
     names a variable for each backend (``api_key_env``).
 ``GLOO_SOCKET_IFNAME``
     torch's own: the network device (``eth0``) by which ranks on other machines reach this one, where several might.
+``TRITONLLM_RANKS_SECRET``
+    What the ranks of a launcher on several machines prove to each other that they know (docs/operations.md).
 ``XDG_STATE_HOME``
     Where programs keep what outlasts a run: the tutorial's progress.
 """
@@ -22,6 +24,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, cast
+
+SHORTEST_SECRET = 24  # characters
 
 
 class Launched(NamedTuple):
@@ -38,6 +42,21 @@ def launched() -> Launched | None:
         return None
     rank = os.environ["RANK"]
     return Launched(int(rank), int(os.environ.get("LOCAL_RANK", rank)), int(os.environ["WORLD_SIZE"]))
+
+
+def ranks_secret() -> bytes | None:
+    """What ``TRITONLLM_RANKS_SECRET`` says, without blanks around it; ``None`` without it.
+
+    Raises:
+        ValueError: it is so short that who listens could guess it.
+    """
+    found = secret("TRITONLLM_RANKS_SECRET")
+    if found is not None and len(found) < SHORTEST_SECRET:
+        raise ValueError(
+            f"TRITONLLM_RANKS_SECRET has {len(found)} characters, and must have {SHORTEST_SECRET} at least: "
+            "`openssl rand -hex 32` makes one"
+        )
+    return None if found is None else found.encode()
 
 
 def gloo_interface() -> str | None:

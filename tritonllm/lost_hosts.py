@@ -6,7 +6,9 @@ answers however busy, or stopped, its programs are. While something is, it waits
 a quarter of an hour. The user timeout (RFC 5482) limits both.
 """
 
+import os
 import socket
+from contextlib import suppress
 
 PROBES = 3  # within the time that a host may be silent
 MOST_SECONDS = 24 * 3600.0  # the system's own limits are 4 times 32,767 seconds and more
@@ -32,6 +34,22 @@ def end_when_clients_are_silent(listening: socket.socket) -> None:
         listening: of TCP; those that it takes have its options.
     """
     _ask_when_silent(listening, CLIENT_SECONDS)
+
+
+def break_connections(host: str) -> None:
+    """End this process's connections to a host that is lost, whoever has made them. What waits for it, a library say,
+    breaks now, and not after as long as it would wait for somebody who thinks.
+
+    Args:
+        host: its address.
+    """
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError, ValueError):  # it is no socket, or has been closed
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as found:
+                if found.family in (socket.AF_INET, socket.AF_INET6) and found.getpeername()[0] == host:
+                    found.shutdown(socket.SHUT_RDWR)
 
 
 def _ask_when_silent(connection: socket.socket, seconds: float) -> None:

@@ -21,7 +21,7 @@ def run_stages(stages, ranks, work):
 
     def run(rank):
         try:
-            results[rank] = work(meet(store, rank, parallel, CPU, timeout=PATIENCE, local=True))
+            results[rank] = work(meet(store, rank, parallel, CPU, timeout=PATIENCE))
         except BaseException as error:  # raised below
             errors.append(error)
 

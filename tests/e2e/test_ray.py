@@ -2,7 +2,9 @@
 
 import os
 import signal
+from collections import Counter
 
+import psutil
 import pytest
 from support.engines import greedy, tiny_checkpoint, tiny_llm, token_ids
 from support.ray_cluster import actors, all_free, two_nodes
@@ -28,14 +30,22 @@ def cluster():
         yield made
 
 
+def listening():
+    """The addresses at which this process listens, as often as it does; an actor's is also Ray's."""
+    mine = psutil.Process().net_connections("inet")
+    return Counter(connection.laddr.ip for connection in mine if connection.status == psutil.CONN_LISTEN)
+
+
 def followers():
     return actors("Follower")
 
 
 @pytest.mark.smoke
 def test_tokens_are_those_of_one_process(cluster):
+    before = listening()
     llm = tiny_llm(**SETTINGS)
     assert not all_free() and len(followers()) == 1
+    assert set(listening() - before) <= {"127.0.0.1", cluster.head_node.node_ip_address}
     params = [greedy(12), greedy(8, logprobs=2), greedy(20)]
     expected = tiny_llm().generate(PROMPTS, params, use_tqdm=False)
     for _ in range(2):

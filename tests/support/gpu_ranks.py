@@ -31,7 +31,7 @@ def _run(rank: int, size: int, port: int, work: Callable[..., Any], arguments: t
         say("connecting")
         torch.cuda.set_device(rank)
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        group = connect(store, rank, size, torch.device("cuda", rank), timeout=300.0, local=True)
+        group = connect(store, rank, size, torch.device("cuda", rank), timeout=300.0)
         with torch.inference_mode():
             told.put((rank, "result", work(group, say, *arguments)))
     except BaseException:  # told to the test, which raises it

@@ -24,7 +24,7 @@ def run_ranks(size: int, work: Callable[[Group], Result]) -> list[Result]:
 
     def run(rank: int) -> None:
         try:
-            group = connect(store, rank, size, torch.device("cpu"), timeout=PATIENCE, local=True)
+            group = connect(store, rank, size, torch.device("cpu"), timeout=PATIENCE)
             with torch.inference_mode():
                 results[rank] = work(group)
         except BaseException as error:  # raised below

@@ -1,7 +1,10 @@
 """How a rank meets the others: which group connects it to them."""
 
+import fcntl
 import socket
+import struct
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,11 +13,20 @@ import torch.distributed as dist
 from tritonllm import env
 from tritonllm.dist.group import ALONE, ConnectedGroup, Group
 
+SIOCGIFADDR = 0x8915  # of sockios.h: ask for a device's address
+IPV6_DEVICES, LINK = "/proc/net/if_inet6", "20"  # lines of addresses with their scopes, and that of one link
 MOST_PEERS = 8  # ranks whose GPUs write to each other's memory
 
 
 def connect(
-    store: Any, rank: int, size: int, device: torch.device, *, timeout: float, local: bool, peers: bool = True
+    store: Any,
+    rank: int,
+    size: int,
+    device: torch.device,
+    *,
+    timeout: float,
+    own: str | None = None,
+    peers: bool = True,
 ) -> Group:
     """Meet the other ranks.
 
@@ -22,14 +34,13 @@ def connect(
         store: a store of torch.distributed that all ranks reach.
         device: CPU for gloo, a CUDA device for NCCL.
         timeout: seconds that a collective may take.
-        local: all ranks are on this machine. Else gloo connects by the network device that ``GLOO_SOCKET_IFNAME``
-            names, or by that which leads to the store.
+        own: the address of this machine at which gloo listens to the others, of :func:`own_address`; by default that
+            which only this machine reaches, on which all ranks are then.
         peers: GPUs that reach each other's memory sum up by our own kernels, else by NCCL.
 
     Raises:
         ValueError: torch lacks the backend.
-        OSError: the store's host has no address that leads there.
-        RuntimeError: the others did not come in time, or there is no such network device.
+        RuntimeError: the others did not come in time.
     """
     if size == 1:
         return ALONE
@@ -52,7 +63,9 @@ def connect(
     gloo: Any = dist.ProcessGroupGloo  # torch's stubs do not know its options
     options = gloo._Options()
     options._timeout = patience
-    options._devices = [_gloo_device(gloo, store, local)]
+    # gloo's own default is the address of this machine's name, that of the loopback device on many: nobody else can
+    # connect to it
+    options._devices = [gloo.create_device(hostname=own or "127.0.0.1")]
     return ConnectedGroup(gloo(store, rank, size, options), device)
 
 
@@ -64,18 +77,6 @@ def local_store() -> tuple[dist.TCPStore, int]:
     return dist.TCPStore("127.0.0.1", port, **how, master_listen_fd=listener.detach()), port
 
 
-def _gloo_device(gloo: Any, store: Any, local: bool) -> Any:
-    """Where this rank listens, and what it tells the others to connect to. gloo's own default is the address of this
-    machine's name, which is that of the loopback device on many, so that nobody else can connect to it."""
-    if local:
-        return gloo.create_device(hostname="127.0.0.1")
-    interface = env.gloo_interface()
-    if interface is not None:
-        return gloo.create_device(interface=interface)
-    address = address_of(store)
-    return gloo.create_default_device() if address is None else gloo.create_device(hostname=_own_address(*address))
-
-
 def address_of(store: Any) -> tuple[str, int] | None:
     """The host and the port of a store; ``None`` if it is not on a network."""
     while isinstance(store, dist.PrefixStore):
@@ -83,7 +84,43 @@ def address_of(store: Any) -> tuple[str, int] | None:
     return (store.host, store.port) if isinstance(store, dist.TCPStore) else None
 
 
-def _own_address(host: str, port: int) -> str:
+def own_address(host: str, port: int) -> str:
+    """That at which others who reach that host reach this machine: of the network device that ``GLOO_SOCKET_IFNAME``
+    names, or else that from which this machine reaches the host.
+
+    Raises:
+        OSError: there is no such device, or it has no address; or this machine reaches none of the host's addresses.
+    """
+    interface = env.gloo_interface()
+    return _reaches(host, port) if interface is None else _address_of_device(interface)
+
+
+def _address_of_device(name: str) -> str:
+    """The first IPv4 address of a network device, or else its first IPv6 address that is of more than its own link."""
+    request = struct.pack("256s", name.encode()[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            found = fcntl.ioctl(asking.fileno(), SIOCGIFADDR, request)
+            return socket.inet_ntoa(found[20:24])
+        except OSError as error:
+            for line in _lines(IPV6_DEVICES):
+                address, _, _, scope, _, device = line.split()
+                if device == name and scope != LINK:
+                    return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))
+            raise OSError(
+                f"GLOO_SOCKET_IFNAME={name} is no network device with an address ({error.strerror})"
+            ) from error
+
+
+def _lines(path: str) -> list[str]:
+    """Of a file of the kernel's; none where there is no such file."""
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _reaches(host: str, port: int) -> str:
     """That from which this machine reaches another. A datagram socket is connected without a packet.
 
     Raises:

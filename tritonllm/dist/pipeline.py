@@ -175,19 +175,21 @@ class Team(NamedTuple):
 ALONE = Team()
 
 
-def meet(store: Any, rank: int, parallel: ParallelConfig, device: torch.device, *, timeout: float, local: bool) -> Team:
+def meet(
+    store: Any, rank: int, parallel: ParallelConfig, device: torch.device, *, timeout: float, own: str | None = None
+) -> Team:
     """Meet the other ranks of an engine.
 
     Args:
         rank: of all; see :attr:`ParallelConfig.world_size`.
-        store, device, timeout, local: as of :func:`~tritonllm.dist.connect.connect`.
+        store, device, timeout, own: as of :func:`~tritonllm.dist.connect.connect`.
 
     Raises:
         ValueError: torch lacks the backend.
         RuntimeError: the others did not come in time.
     """
     size, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    how: dict[str, Any] = {"timeout": timeout, "local": local}
+    how: dict[str, Any] = {"timeout": timeout, "own": own}
     peers = not parallel.disable_custom_all_reduce
     stage, column = divmod(rank, size)
     each = parallel.decode_context_parallel_size

@@ -228,21 +228,17 @@ def kill(process: BaseProcess) -> None:
         process.kill()
 
 
-def host_watch(host: str, port: int, seconds: float, action: Callable[[OSError], None]) -> Callable[[], None]:
+def host_watch(connected: socket.socket, seconds: float, action: Callable[[OSError], None]) -> Callable[[], None]:
     """Call ``action`` in a thread when another host has given no sign of life for so long, or has begun anew. That what
     listens there ends is not noticed.
 
     Args:
-        port: where somebody listens who takes a connection that says nothing.
+        connected: to who says nothing; this closes it.
         action: gets the error with which that connection ended.
 
     Returns:
         What ends the watch.
-
-    Raises:
-        OSError: nobody can be reached there.
     """
-    connected = socket.create_connection((host, port), seconds)
     end_when_silent(connected, seconds)
     connected.settimeout(None)
 

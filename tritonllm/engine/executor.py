@@ -88,7 +88,7 @@ class SpawnedRanks(Ranks):
 
     def join(self, device: torch.device) -> Team:
         self.watch.await_coming()
-        team = meet(self._store, 0, self._config.parallel, device, timeout=START_PATIENCE, local=True)
+        team = meet(self._store, 0, self._config.parallel, device, timeout=START_PATIENCE)
         self._met.append(team)
         return team
 

@@ -15,17 +15,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from tritonllm import env
 from tritonllm.config import EngineConfig
-from tritonllm.dist.pipeline import Team
+from tritonllm.dist.door import new_secret
 from tritonllm.dist.ray_cluster import import_ray, join_cluster
-from tritonllm.dist.watch import TICK, GroupFailure, Report, WorkerError
+from tritonllm.dist.watch import TICK, GroupFailure, Report
 from tritonllm.engine.launched import LaunchedRanks
 from tritonllm.engine.resolve import resolve_device
 from tritonllm.engine.worker import report_of
+from tritonllm.lost_hosts import break_connections
 
 logger = logging.getLogger(__name__)
 WISH = "distributed_executor_backend='ray'"
@@ -36,13 +34,14 @@ FAREWELL = 3.0  # seconds in which an actor ends by itself once it was told to
 class Follower:
     """An actor: a rank other than the first."""
 
-    def follow(self, config: EngineConfig, place: env.Launched, host: str, port: int) -> Report:
+    def follow(self, config: EngineConfig, place: env.Launched, host: str, port: int, secret: bytes) -> Report:
         """Run the steps of rank 0 until it ends. Failures are told, not raised: Ray's wrapping hides the reason.
 
         Args:
             config: of the engine, as the user gave it.
             place: of this rank; Ray shows the process its own GPU only, as the first one.
-            host, port: of the store at which the ranks meet.
+            host, port: of the door behind which the ranks meet.
+            secret: that is asked for there. It came over Ray, as the rest did.
         """
         ready = False
 
@@ -51,23 +50,23 @@ class Follower:
             ready = True
 
         try:
-            FollowingRanks(config, place, host, port).follow(config, started)
+            FollowingRanks(config, place, host, port, secret).follow(config, started)
             return Report(ready=True)
         except BaseException as error:
             return report_of(error, ready)
 
 
 class FollowingRanks(LaunchedRanks):
-    """What an actor sees of the ranks; ``host`` and ``port`` are of the store at which they meet."""
+    """What an actor sees of the ranks; ``host``, ``port`` and ``secret`` are of the door behind which they meet."""
 
-    def __init__(self, config: EngineConfig, place: env.Launched, host: str, port: int) -> None:
+    def __init__(self, config: EngineConfig, place: env.Launched, host: str, port: int, secret: bytes) -> None:
         super().__init__(config, place)
-        self._host, self._port = host, port
+        self._door = host, port, secret
 
-    def rendezvous(self) -> Any:
-        store = dist.TCPStore(self._host, self._port, is_master=False)
+    def gather(self) -> tuple[Any, str]:
+        store, own = self._enter(*self._door)
         store.set(_coming(self._place.rank), "")
-        return store
+        return store, own
 
 
 def _coming(rank: int) -> str:
@@ -80,18 +79,15 @@ class Followers:
     Args:
         config: of the engine.
         size: number of ranks, rank 0 among them.
-        on_failure: called once, in the thread.
-
-    Attributes:
-        failure: what has gone wrong, once something has.
+        failure: is told what has gone wrong, once something has.
 
     Raises:
         ValueError: Ray has no room for the ranks.
     """
 
-    def __init__(self, config: EngineConfig, size: int, on_failure: Callable[[], None]) -> None:
+    def __init__(self, config: EngineConfig, size: int, failure: GroupFailure) -> None:
         self._ray = ray = join_cluster(WISH)
-        self.failure = GroupFailure(on_failure)
+        self.failure = failure
         self._gpus = int(resolve_device(config.model.device).type == "cuda")
         self.host = ray.util.get_node_ip_address()
         each = {"CPU": 1, **({"GPU": 1} if self._gpus else {})}
@@ -115,13 +111,13 @@ class Followers:
         found = self._ray.remote(_own_gpu).options(**self._in_bundle(0)).remote()
         return env.index_of_device(self._ray.get(found))
 
-    def begin(self, config: EngineConfig, size: int, port: int) -> None:
+    def begin(self, config: EngineConfig, size: int, port: int, secret: bytes) -> None:
         """Start them, and the watch."""
         actor = self._ray.remote(Follower)
         for rank in range(1, size):
             self._actors[rank] = actor.options(**self._in_bundle(rank), max_restarts=0).remote()
             place = env.Launched(rank, 0, size)
-            self._results[self._actors[rank].follow.remote(config, place, self.host, port)] = rank
+            self._results[self._actors[rank].follow.remote(config, place, self.host, port, secret)] = rank
         threading.Thread(target=self._watch, name="tritonllm-ray-watch", daemon=True).start()
 
     def _in_bundle(self, rank: int) -> dict[str, Any]:
@@ -206,66 +202,40 @@ class RayRanks(LaunchedRanks):
         import_ray(WISH)
         self._config, self._size = config, config.parallel.world_size
         super().__init__(config, env.Launched(0, 0, self._size))
-        self._met: list[Team] = []
         self._followers_end: Callable[[], object] = lambda: None
 
     def begin(self) -> None:
-        met = self._met
-        self._followers = followers = Followers(self._config, self._size, lambda: _leave(met))
+        self._followers = followers = Followers(self._config, self._size, self.failure)
         # After the farewell to the ranks, whose priority is higher, and before Ray's own end.
         self._followers_end = multiprocessing.util.Finalize(self, _end, args=(followers, os.getpid()), exitpriority=99)
         self.device_index = followers.gpu()
-        self._own_store = dist.TCPStore(followers.host, 0, is_master=True, wait_for_workers=False)
-        followers.begin(self._config, self._size, self._own_store.port)
+        secret = new_secret()
+        followers.begin(self._config, self._size, self._open(followers.host, secret), secret)
 
-    def rendezvous(self) -> Any:
+    def gather(self) -> tuple[Any, str]:
         names = [_coming(rank) for rank in range(1, self._size)]
-        while not self._own_store.check(names):
-            self._followers.failure.check()
+        while not self._store.check(names):
+            self.failure.check()
             time.sleep(TICK / 4)
-        return self._own_store
+        return self._store, self._followers.host
 
-    def join(self, device: torch.device) -> Team:
-        team = super().join(device)
-        self._met.append(team)
-        return team
-
-    def check(self) -> None:
-        self._followers.failure.check()
-
-    def explain(self, error: BaseException | None) -> None:
-        """Raises:
-        WorkerError: another rank has failed, or does not get on.
-        ValueError: it refuses what the user asked for.
-        """
-        if not isinstance(error, RuntimeError) or isinstance(error, WorkerError):
+    @staticmethod
+    def _on_end(failure: GroupFailure, rank: int, host: str, error: OSError | None) -> None:
+        """Ray says why a process has ended."""
+        if error is None:
             return
-        try:
-            self._followers.failure.settle()
-        except (WorkerError, ValueError) as reason:
-            self._no_farewell()
-            raise reason from error
-        super().explain(error)
+        break_connections(host)
+        if not failure.is_known:
+            failure.tell(f"rank {rank} (an actor of Ray) failed: its host, {host}, is lost ({error})", False)
 
     def end(self) -> None:
         if hasattr(self, "_followers"):
             self._followers.stop_watching()
-            if self._followers.failure.is_known:
+            self._hush()
+            if self.failure.is_known:
                 self._no_farewell()
         super().end()
         self._followers_end()
-
-    def __exit__(self, kind: Any, error: BaseException | None, at: Any) -> None:
-        try:
-            if hasattr(self, "_followers"):
-                self.explain(error)
-        finally:
-            super().__exit__(kind, error, at)
-
-
-def _leave(met: list[Team]) -> None:
-    for team in met:
-        team.shut()
 
 
 def _end(followers: Followers, owner: int) -> None:

@@ -38,7 +38,7 @@ class SharedExpertRanks(Ranks):
     def join(self, device: torch.device) -> Team:
         rank, port, board = self._place
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        group = connect(store, rank, board.size, device, timeout=START_PATIENCE, local=True, peers=False)
+        group = connect(store, rank, board.size, device, timeout=START_PATIENCE, peers=False)
         exchange = Exchange(group)
         if device.type == "cuda" and not self._config.parallel.disable_custom_all_reduce:
             from tritonllm.dist.symmetric_exchange import SymmetricExchange  # with the kernels

@@ -48,7 +48,7 @@ class Place(NamedTuple):
     def join(self, parallel: ParallelConfig, device: torch.device) -> Team:
         """Meet the others."""
         store = dist.TCPStore("127.0.0.1", self.port, is_master=False)
-        return meet(store, self.rank, parallel, device, timeout=START_PATIENCE, local=True)
+        return meet(store, self.rank, parallel, device, timeout=START_PATIENCE)
 
 
 def run_worker(config: EngineConfig, rank: int, port: int, mailbox: Mailbox, reports: Connection) -> None:
@@ -103,7 +103,7 @@ class Following:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner, self._comparison = runner, Comparison()
 
-    def run(self, message: bytes | bytearray) -> None:
+    def run(self, message: bytearray | memoryview) -> None:
         """Start the step in a message of :class:`~tritonllm.engine.executor.GroupExecutor`.
 
         Raises:
@@ -125,10 +125,10 @@ def report_of(error: BaseException, ready: bool) -> Report:
     """What a rank says of what ends it, before or after it was ready."""
     invalid = isinstance(error, ValueError) and not ready
     text = str(error) if invalid else f"{type(error).__name__}: {error}"
-    return Report(text, invalid=invalid, followed=_lost_a_peer(error))
+    return Report(text, invalid=invalid, followed=lost_a_peer(error))
 
 
-def _lost_a_peer(error: BaseException) -> bool:
+def lost_a_peer(error: BaseException) -> bool:
     """A collective broke, which is another rank's doing."""
     text = str(error)
     return isinstance(error, dist.DistError) or any(name in text for name in ("gloo", "Connection", "NCCL"))
