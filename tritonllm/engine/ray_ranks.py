@@ -103,6 +103,7 @@ class Followers:
         self._actors: dict[int, Any] = {}
         self._results: dict[Any, int] = {}  # of an actor's only task: its rank
         self._stopping = False
+        self._watching: threading.Thread | None = None
 
     def gpu(self) -> int:
         """The number of the GPU that Ray keeps for rank 0, among those that this process sees."""
@@ -118,7 +119,8 @@ class Followers:
             self._actors[rank] = actor.options(**self._in_bundle(rank), max_restarts=0).remote()
             place = env.Launched(rank, 0, size)
             self._results[self._actors[rank].follow.remote(config, place, self.host, port, secret)] = rank
-        threading.Thread(target=self._watch, name="tritonllm-ray-watch", daemon=True).start()
+        self._watching = threading.Thread(target=self._watch, name="tritonllm-ray-watch", daemon=True)
+        self._watching.start()
 
     def _in_bundle(self, rank: int) -> dict[str, Any]:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -170,6 +172,8 @@ class Followers:
     def end(self) -> None:
         """End them, after a while in which they may do that themselves, and give their places back. Idempotent."""
         self._stopping = True
+        if self._watching is not None and threading.current_thread() is not self._watching:
+            self._watching.join(FAREWELL)  # what it asks of Ray behind Ray's end would begin Ray anew
         if not self._ray.is_initialized() or self._group is None:
             return
         if self._results and not self.failure.is_known:
