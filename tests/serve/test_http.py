@@ -421,6 +421,23 @@ def test_metrics_count_what_happened(server):
     assert {name: server.metric(name) - before[name] for name in names} == names
 
 
+def test_metrics_of_a_requests_times_add_up(server):
+    parts = [f"vllm:request_{name}_time_seconds_sum" for name in ("queue", "prefill", "decode", "inference")]
+    names = [*parts, "vllm:e2e_request_latency_seconds_sum", "tritonllm:step_seconds_total"]
+    eventually(server.is_idle)
+    before = [server.metric(name) for name in names]
+    body = {**STORY, "n": 2, "max_tokens": 20, "ignore_eos": True}
+    assert server.client.post("/v1/completions", json=body).status_code == 200
+    eventually(server.is_idle)
+    queue, prefill, decode, inference, whole, steps = (
+        server.metric(name) - old for name, old in zip(names, before, strict=True)
+    )
+    assert queue >= 0 and prefill > 0 and decode > 0
+    assert inference == pytest.approx(prefill + decode) and whole == pytest.approx(queue + inference)
+    assert 0 < steps < whole + 1
+    assert 0 < server.metric("tritonllm:step_host_seconds_total") <= server.metric("tritonllm:step_seconds_total")
+
+
 def test_keys_limits_and_a_unix_socket(tmp_path):
     """A server of its own, with every option that the others leave out."""
     template = tmp_path / "template.jinja"

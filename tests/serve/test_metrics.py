@@ -1,10 +1,13 @@
-"""What the engine counts, under the names that Prometheus reads."""
+"""What the engine counts and requests take, under the names that Prometheus reads."""
 
 from types import SimpleNamespace
 
+import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from tritonllm.serve.messages import Stats
+from tritonllm.sampling_params import SamplingParams
+from tritonllm.serve import metrics
+from tritonllm.serve.messages import Completion, Stats, Update
 from tritonllm.serve.metrics import EngineStatsCollector
 
 
@@ -39,3 +42,92 @@ def test_each_replica_has_its_label():
         assert f"tritonllm:steps_total{labels} {steps}.0" in text
         assert f"vllm:num_requests_running{labels} {running}.0" in text
         assert f"tritonllm:engine_up{labels} {up}.0" in text
+
+
+class Clock:
+    """Shows what a test sets."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(metrics, "monotonic", clock)
+    return clock
+
+
+def update(counts, finished=False, **times):
+    """Of a request: how many new tokens its continuations have."""
+    reason = "length" if finished else None
+    return Update("r", [Completion(i, "", [1] * count, reason) for i, count in enumerate(counts)], finished, **times)
+
+
+class Followed:
+    """What the metrics say of one request, which is given to them step by step."""
+
+    def __init__(self):
+        engines = SimpleNamespace(replica_stats=[], replicas_living=[], replica_restarts=[], observer=None)
+        self.metrics = metrics.Metrics(engines, "m")
+
+    def value(self, name, **labels):
+        return self.metrics.registry.get_sample_value(f"vllm:{name}", {"model_name": "m", "engine": "0", **labels})
+
+    def sum_of(self, name):
+        assert self.value(f"{name}_count") == 1
+        return self.value(f"{name}_sum")
+
+
+def test_the_parts_of_a_requests_time(clock):
+    followed = Followed()
+    clock.now = 100.0
+    followed.metrics.added("r", 7, SamplingParams(max_tokens=30))
+    clock.now = 103.5
+    followed.metrics.updated(update([1], first_token_time=103.0, first_scheduled_time=102.0))
+    clock.now = 104.0
+    followed.metrics.updated(update([1], first_token_time=103.0, first_scheduled_time=102.0))
+    end = {"first_token_time": 103.0, "first_scheduled_time": 102.0, "finished_time": 110.0}
+    followed.metrics.updated(update([3], finished=True, **end))
+    times = {"queue": 2.0, "prefill": 1.0, "decode": 7.0, "inference": 8.0}
+    assert {name: followed.sum_of(f"request_{name}_time_seconds") for name in times} == times
+    assert followed.sum_of("e2e_request_latency_seconds") == 10.0
+    assert followed.sum_of("time_to_first_token_seconds") == 3.0
+    assert followed.sum_of("request_time_per_output_token_seconds") == 7.0 / 4
+    assert followed.value("inter_token_latency_seconds_sum") == 0.5  # between outputs, as they come here
+    assert followed.sum_of("request_prompt_tokens") == 7
+    assert followed.sum_of("request_generation_tokens") == 5
+    assert followed.sum_of("request_params_max_tokens") == 30
+    for bound, below in (("5.0", 1), ("2.0", 0)):
+        assert followed.value("request_generation_tokens_bucket", le=bound) == below
+    assert followed.value("request_success_total", finished_reason="length") == 1
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_the_time_of_a_token_with_several_continuations(clock, whole):
+    """One of three ends early. Each step of a second brings each a token."""
+    followed, lengths = Followed(), [2, 9, 5]
+    followed.metrics.added("r", 4, SamplingParams(n=3, max_tokens=9))
+    if whole:
+        followed.metrics.updated(update(lengths, finished=True, first_token_time=2.0, finished_time=10.0))
+    else:
+        for step in range(9):
+            clock.now = 2.0 + step
+            counts = [int(step < length) for length in lengths]
+            followed.metrics.updated(update(counts, step == 8, first_token_time=2.0, finished_time=clock.now))
+    assert followed.sum_of("request_time_per_output_token_seconds") == 1.0
+    assert followed.sum_of("request_generation_tokens") == 16
+    assert followed.sum_of("request_max_num_generation_tokens") == 9
+    assert followed.sum_of("request_params_n") == 3
+    assert followed.value("request_success_total", finished_reason="length") == 3
+
+
+def test_a_request_without_a_token_has_no_times(clock):
+    followed = Followed()
+    followed.metrics.added("r", 4, SamplingParams())
+    followed.metrics.updated(update([0], finished=True, finished_time=3.0))
+    for name in ("queue", "prefill", "decode", "inference"):
+        assert followed.value(f"request_{name}_time_seconds_count") == 0
+    assert followed.sum_of("e2e_request_latency_seconds") == 3.0

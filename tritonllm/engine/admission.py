@@ -6,6 +6,7 @@ that runs already and is ahead of it. Those need at most one each in the next ``
 preempted as soon as it came.
 """
 
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -93,7 +94,7 @@ class Admission:
         request.num_computed_tokens = (len(cached) + back) * self._block_size
         request.num_labelled_blocks = len(cached) + back
         if request.num_cached_tokens is None:
-            request.num_cached_tokens = request.num_computed_tokens
+            request.num_cached_tokens, request.admitted_time = request.num_computed_tokens, time.monotonic()
             if cache:
                 cache.count(request)
 

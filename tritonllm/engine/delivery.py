@@ -99,6 +99,7 @@ class Delivery:
             state, sequence = self._sequences[request.request_id]
             if state.metrics.first_token_time is None:
                 state.metrics.first_token_time = now
+                state.metrics.first_scheduled_time = request.admitted_time
             taken += len(new) * (request.pooling is None)
             try:
                 stopped = sequence.extend(new, scores, rows.get(request.request_id, 0))

@@ -96,6 +96,7 @@ class LLMEngine(SleepMethods, ExpertLoadMethods):
         self._failure = "the step was interrupted"  # why the last one was broken off
         self._prepared_at_ready = MONITOR.prepared
         self._steps = self._prompt_tokens = 0
+        self._step_seconds = self._wait_seconds = 0.0
         self._jumps = not config.logits_processors  # those of whole batches may have to see each token drawn
         self._delivery = Delivery(scheduler, sequences, self.inputs.words, self._events)
 
@@ -242,13 +243,14 @@ class LLMEngine(SleepMethods, ExpertLoadMethods):
         lost = self._unfinished.take_lost()
         if lost:
             return lost
-        self._whole = False
+        self._whole, began = False, time.monotonic()
         try:
             outputs = self._advance()
         except BaseException as error:
             self._failure = f"{STEP_FAILED}: {type(error).__name__}: {error}"
             raise
         self._whole = True
+        self._step_seconds += time.monotonic() - began
         return outputs
 
     @property
@@ -343,6 +345,7 @@ class LLMEngine(SleepMethods, ExpertLoadMethods):
         began = time.monotonic()
         result = step.wait(self.config.step_timeout, lambda: describe(plan))
         ended = time.monotonic()
+        self._wait_seconds += ended - began
         if tier is not None:
             tier.rates.took(plan.segments.chunk.tokens, time.monotonic())
         new_tokens = self._scheduler.update(plan, result.sampled)
@@ -394,6 +397,8 @@ class LLMEngine(SleepMethods, ExpertLoadMethods):
             num_free_blocks=scheduler.num_free_blocks,
             **scheduler.tier._asdict(),
             **(TransferStats() if self._transfer is None else self._transfer.stats)._asdict(),
+            step_seconds=self._step_seconds,
+            wait_seconds=self._wait_seconds,
             takes_requests=self.takes_requests,
             is_sleeping=self.is_sleeping,
             **asdict(drafts) | {"num_accepted_tokens_per_pos": tuple(drafts.num_accepted_tokens_per_pos)},

@@ -30,7 +30,7 @@ def fork(parent: Request, child: Request, pool: BlockPool, block_size: int, has:
     child.block_hashes = parent.block_hashes[:full]
     child.num_labelled_blocks = min(parent.num_labelled_blocks, full)
     if child.num_cached_tokens is None:
-        child.num_cached_tokens = child.num_computed_tokens
+        child.num_cached_tokens, child.admitted_time = child.num_computed_tokens, parent.admitted_time
 
 
 def move(child: Request, parent: Request, pool: BlockPool, block_size: int) -> None:

@@ -95,7 +95,10 @@ def counters(stats: Any) -> Iterator[tuple[str, str, float]]:
     )
     yield "tritonllm:kv_transfer_fetched_blocks", "Blocks that the KV connector brought.", stats.kv_fetched_blocks
     yield "tritonllm:kv_transfer_missed_blocks", "Blocks that it should have brought.", stats.kv_missed_blocks
+    host = stats.step_seconds - stats.wait_seconds
     yield "tritonllm:steps", "Steps that were launched.", stats.steps
+    yield "tritonllm:step_seconds", "Time of steps.", stats.step_seconds
+    yield "tritonllm:step_host_seconds", "Of it, what was no waiting for the device.", host
     yield "tritonllm:compilations_after_ready", "Kernels compiled in service.", stats.compilations_after_ready
 
 

@@ -27,7 +27,8 @@ PromptLogprobs = Sequence[Logprobs | None]  # of a prompt's; the first has none
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times of one request, in seconds of ``time.monotonic()``, and how many drafts were verified for it and right; of
+    """Times of one request, in seconds of ``time.monotonic()`` (``first_scheduled_time``: when it first left the queue,
+    known with its first token), and how many drafts were verified for it and right; of
     the right ones also how many were the first, the second, ... of their step."""
 
     arrival_time: float
@@ -36,6 +37,7 @@ class RequestMetrics:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    first_scheduled_time: float | None = None
 
 
 @dataclass(slots=True)

@@ -95,6 +95,7 @@ class Request:
         num_computed_tokens: leading tokens whose keys and values are in the cache once the steps in flight have run; at
             least so many, if those may accept drafts.
         num_cached_tokens: how many of them the prefix cache gave at the first admission; ``None`` before it.
+        admitted_time: of the first admission, in seconds of ``time.monotonic()``.
         block_ids: the block table: token i lives in block ``block_ids[i // block_size]``.
         tail: where the last computed tokens are that fill no block, if another sequence has computed them
             (:mod:`tritonllm.engine.gang`); it is copied to the next of the ``block_ids``.
@@ -137,6 +138,7 @@ class Request:
     num_possible_tokens: int = 0
     num_computed_tokens: int = 0
     num_cached_tokens: int | None = None
+    admitted_time: float | None = None
     block_ids: list[int] = field(default_factory=list)
     tail: int | None = None
     block_hashes: list[bytes] = field(default_factory=list)

@@ -10,6 +10,8 @@ class EngineStats:
     ``compilations_after_ready`` are kernels that this process compiled, or loaded from Triton's cache, since then: each
     made a request wait, so there should be none. ``takes_requests``: the engine is awake and has
     weights. ``forced_tokens`` are those of ``generated_tokens`` that nobody drew, for a grammar allowed no others.
+    ``step_seconds`` were spent in calls of :meth:`~tritonllm.LLMEngine.step`, ``wait_seconds`` of these in waiting for
+    the device: the rest is the host's.
     ``num_host_blocks`` to ``loaded_bytes`` are of the cache's tier in the host's memory; those of the connector:
     :class:`~tritonllm.engine.kv_transfer.TransferStats`; those of drafts:
     :class:`~tritonllm.engine.speculation.DraftCounts`.
@@ -41,5 +43,7 @@ class EngineStats:
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: tuple[int, ...] = ()
     draft_seconds: float = 0.0
+    step_seconds: float = 0.0
+    wait_seconds: float = 0.0
     takes_requests: bool = True
     is_sleeping: bool = False

@@ -113,6 +113,7 @@ class Update(msgspec.Struct, array_like=True):
     asleep: bool = False
     lost: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    first_scheduled_time: float | None = None
 
 
 class Stats(msgspec.Struct, array_like=True):
@@ -144,6 +145,8 @@ class Stats(msgspec.Struct, array_like=True):
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: tuple[int, ...] = ()
     draft_seconds: float = 0.0
+    step_seconds: float = 0.0
+    wait_seconds: float = 0.0
     takes_requests: bool = True
     is_sleeping: bool = False
 
@@ -264,7 +267,7 @@ def pack_output(output: RequestOutput) -> Update:
     times = output.metrics
     if times is not None:
         update.arrival_time, update.first_token_time = times.arrival_time, times.first_token_time
-        update.finished_time = times.finished_time
+        update.finished_time, update.first_scheduled_time = times.finished_time, times.first_scheduled_time
         update.num_draft_tokens, update.num_accepted_tokens = times.num_draft_tokens, times.num_accepted_tokens
         update.num_accepted_tokens_per_pos = times.num_accepted_tokens_per_pos
     if output.finished and output.prompt_logprobs is not None:
@@ -298,6 +301,7 @@ def unpack_output(update: Update, prompt: str | None, prompt_token_ids: Sequence
         metrics=RequestMetrics(
             *(update.arrival_time, update.first_token_time, update.finished_time),
             *(update.num_draft_tokens, update.num_accepted_tokens, list(update.num_accepted_tokens_per_pos)),
+            update.first_scheduled_time,
         ),
         num_cached_tokens=update.num_cached_tokens,
         error=update.error,

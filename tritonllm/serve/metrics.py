@@ -1,7 +1,8 @@
 """Prometheus metrics, under vLLM's names and with its meanings where we measure the same thing."""
 
+from collections import Counter as Counts
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import monotonic
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -86,9 +87,10 @@ class _Times:
     arrival: float
     n: int
     prompt_tokens: int
+    max_tokens: int | None
     first: float | None = None
     last: float = 0.0
-    tokens: int = 0
+    tokens: Counts[int] = field(default_factory=Counts)  # of each continuation
 
 
 class Metrics:
@@ -114,11 +116,19 @@ class Metrics:
         self._ttft = histogram("vllm:time_to_first_token_seconds", "From arrival to the first token.", TTFT)
         self._itl = histogram("vllm:inter_token_latency_seconds", "Between two outputs of a stream.", ITL)
         self._tpot = histogram(
-            "vllm:request_time_per_output_token_seconds", "Of a request, over the tokens after its first.", ITL
+            "vllm:request_time_per_output_token_seconds", "Of a request's longest answer, after its first token.", ITL
         )
         self._e2e = histogram("vllm:e2e_request_latency_seconds", "From arrival to the end.", E2E)
+        self._queue = histogram("vllm:request_queue_time_seconds", "From arrival until it left the queue.", E2E)
+        self._prefill = histogram("vllm:request_prefill_time_seconds", "From then to the first token.", E2E)
+        self._decode = histogram("vllm:request_decode_time_seconds", "From the first token to the end.", E2E)
+        self._inference = histogram("vllm:request_inference_time_seconds", "From the queue to the end.", E2E)
         self._prompt = histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", LENGTHS)
         self._generation = histogram("vllm:request_generation_tokens", "Generated tokens of a request.", LENGTHS)
+        self._longest = histogram(
+            "vllm:request_max_num_generation_tokens", "Generated tokens of a request's longest answer.", LENGTHS
+        )
+        self._max_tokens = histogram("vllm:request_params_max_tokens", "The parameter max_tokens.", LENGTHS)
         self._n = histogram("vllm:request_params_n", "The parameter n.", (1, 2, 5, 10, 20))
         self._success = Counter(
             "vllm:request_success", "Ended requests.", (*LABELS, "finished_reason"), registry=self.registry
@@ -147,7 +157,7 @@ class Metrics:
         self._ignored.labels(*self._labels, field).inc()
 
     def added(self, request_id: str, prompt_tokens: int, params: SamplingParams) -> None:
-        self._requests[request_id] = _Times(monotonic(), params.n, prompt_tokens)
+        self._requests[request_id] = _Times(monotonic(), params.n, prompt_tokens, params.max_tokens)
 
     def aborted(self, request_id: str) -> None:
         if self._requests.pop(request_id, None) is not None:
@@ -160,8 +170,8 @@ class Metrics:
         if update.refused is not None:
             del self._requests[update.request_id]
             return
-        new = sum(len(completion.token_ids) for completion in update.outputs)
-        times.tokens += new
+        new = {completion.index: len(completion.token_ids) for completion in update.outputs if completion.token_ids}
+        times.tokens.update(new)
         if new:
             now = monotonic()
             if times.first is None:
@@ -178,10 +188,19 @@ class Metrics:
         end = update.finished_time or monotonic()
         self._e2e.observe(end - times.arrival)
         self._prompt.observe(times.prompt_tokens)
-        self._generation.observe(times.tokens)
+        longest = max(times.tokens.values(), default=0)
+        self._generation.observe(times.tokens.total())
+        self._longest.observe(longest)
         self._n.observe(times.n)
-        later = times.tokens - times.n  # tokens after each continuation's first
-        if later > 0 and times.first is not None:
-            self._tpot.observe((end - times.first) * times.n / later)
+        if times.max_tokens is not None:
+            self._max_tokens.observe(times.max_tokens)
+        if times.first is not None and longest > 1:  # of the answer that went on to the end
+            self._tpot.observe((end - times.first) / (longest - 1))
+        if times.first is not None and update.first_scheduled_time is not None:
+            scheduled = max(update.first_scheduled_time, times.arrival)
+            self._queue.observe(scheduled - times.arrival)
+            self._prefill.observe(times.first - scheduled)
+            self._decode.observe(end - times.first)
+            self._inference.observe(end - scheduled)
         for completion in update.outputs:
             self._success.labels(*self._labels, completion.finish_reason or "abort").inc()
