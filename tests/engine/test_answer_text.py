@@ -6,10 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
+from support.random_tokenizers import ByteFallback
 
 from tritonllm import LLM, SamplingParams, StructuredOutputsParams
 from tritonllm.demo import model_path
 from tritonllm.engine.answer_text import ENDS, Channels, Marks, Tagged
+from tritonllm.engine.output_processor import SequenceOutput
+from tritonllm.engine.request import Request, RequestStatus
+from tritonllm.sampling_params import RequestOutputKind
 from tritonllm.serve.parsing.choose import Formats
 from tritonllm.serve.parsing.pieces import Arguments, Content
 from tritonllm.thought_format import ThoughtFormat
@@ -136,6 +140,43 @@ def test_the_short_forms():
     assert SamplingParams(stop_after_thought=False) == SamplingParams()
     assert SamplingParams(stop_after_thought={"inside": True}).stop_after_thought == ThoughtFormat(inside=True)
     assert SamplingParams(stop_after_thought=ThoughtFormat()).checked().stop_after_thought == ThoughtFormat()
+
+
+@settings(max_examples=examples(400), deadline=None)
+@given(
+    words=st.lists(st.sampled_from(TAGS), max_size=12) | st.lists(st.sampled_from(MARKS), max_size=14),
+    stop=st.sampled_from(["a", "b ", "<", "<t", "\n", "n", "final", "é"]),
+    form=st.sampled_from(["tags", "inside", "channels"]),
+    keep=st.booleans(),
+    by_end=st.booleans(),
+)
+def test_an_output_ends_where_its_answer_has_the_stop_string(words, stop, form, keep, by_end):
+    """Word by word, as tokens; what is shown meanwhile is never taken back."""
+    formats = Formats(None, "openai_gptoss" if form == "channels" else "qwen3")
+    prompt = "x<think>" if form == "inside" else "x"
+    tokenizer, ids = ByteFallback().tokenizer(["x", *words, "end"])
+    params = SamplingParams(stop=stop, include_stop_str_in_output=keep)
+    request = Request("a", ids[:1], params, max_total_tokens=99)
+    answer = Marks({}).follow(formats.thought(prompt, []), [], tokenizer.decode)
+    sequence = SequenceOutput(0, request, tokenizer, answer=answer)
+    shown, found = "", None
+    ending = RequestStatus.FINISHED_STOPPED if by_end else RequestStatus.FINISHED_LENGTH
+    tokens = [*ids[1:-1], ids[-1]] if by_end and not keep else ids[1:-1]
+    for number, token in enumerate(tokens):
+        request.output_token_ids.append(token)
+        request.status = ending if number == len(tokens) - 1 else RequestStatus.RUNNING
+        found = sequence.extend([token], None, 0)
+        if found is not None:
+            request.status = RequestStatus.FINISHED_STOPPED
+        shown += sequence.output(RequestOutputKind.DELTA).text
+        if found is not None:
+            break
+    whole = read(formats, "".join(words), prompt)
+    at = whole.find(stop)
+    assert (found is not None) == (at >= 0)
+    assert sequence.output(RequestOutputKind.CUMULATIVE).text == shown
+    expected = whole if at < 0 else whole[: at + keep * len(stop)]
+    assert read(formats, shown, prompt).strip() == expected.strip(), "blanks that are all there is are nobody's"
 
 
 THOUGHT = "<think>one. two.</think>\n\nthree\n\nfour. five"

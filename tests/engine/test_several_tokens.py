@@ -96,9 +96,11 @@ def run(tokenizer, params, *, drafts, ahead, seed):
     return outputs, engine.stats
 
 
+INSIDE = {"begin": "<t>", "end": "c", "inside": True}
 WISHES = st.fixed_dictionaries(
     {
         "stop": st.sampled_from([None, ["ab"], ["e"], ["a b", "dd"]]),
+        "stop_after_thought": st.sampled_from([None, {"begin": "c", "end": "d"}, {"kind": "channels"}, INSIDE]),
         "include_stop_str_in_output": st.booleans(),
         "min_tokens": st.integers(0, 6),
         "max_tokens": st.integers(6, 40),

@@ -162,7 +162,7 @@ class SequenceOutput:
         if ended:
             self._detokenizer.finish()
         text = self._detokenizer.text
-        if ended or not self._held_back:
+        if ended or (self._answer is None and not self._held_back):
             return text
         sure = len(text) if self._answer is None else self._answer.decided
         return text[: max(0, sure - self._held_back)]

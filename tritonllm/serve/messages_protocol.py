@@ -19,7 +19,7 @@ class Thinking(Body):
 
     path = "thinking."
 
-    type: str = "disabled"
+    type: str
     budget_tokens: Word | None = None
 
 
@@ -52,7 +52,7 @@ class CountRequest(ToolsBody):
         Raises:
             ValueError: the field has not Anthropic's form.
         """
-        kind = (self.thinking or Thinking()).type
+        kind = "disabled" if self.thinking is None else self.thinking.type
         if kind not in THINKING:
             raise ValueError(f"thinking.type must be one of {', '.join(THINKING)}, got {kind!r}")
         return kind != "disabled"
