@@ -117,8 +117,7 @@ def render(
 
 def _first_rendered(tokenizer: Any, messages: list[dict[str, Any]], options: ChatOptions) -> str:
     """The conversation by the template, which may take it only in a plainer form."""
-    # simple templates join texts, but an assistant that calls a tool says nothing
-    filled = [{**message, "content": message.get("content") or ""} for message in messages]
+    filled = [_filled(message) for message in messages]
     forms = [messages]
     for form in (filled, _in_turns(filled)):
         if form != forms[-1]:
@@ -130,6 +129,22 @@ def _first_rendered(tokenizer: Any, messages: list[dict[str, Any]], options: Cha
         except ValueError as error:
             errors.append(error)
     raise errors[0]
+
+
+def _filled(message: dict[str, Any]) -> dict[str, Any]:
+    """The same for templates that join texts, where an assistant that calls a tool says nothing, or that go through a
+    call's arguments, where these are no object."""
+    filled = {**message, "content": message.get("content") or ""}
+    if message.get("tool_calls"):
+        filled["tool_calls"] = [_with_object(call) for call in message["tool_calls"]]
+    return filled
+
+
+def _with_object(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or isinstance(function.get("arguments", {}), Mapping):
+        return call
+    return {**call, "function": {**function, "arguments": {}}}
 
 
 def _in_turns(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -186,12 +201,15 @@ def _text(where: str, part: Any) -> str:
 
 
 def _call(where: str, call: Any) -> Any:
-    """OpenAI's clients hold the arguments of a call as JSON, templates want them decoded."""
+    """OpenAI's clients hold the arguments of a call as JSON, templates want them decoded. What a model has written that
+    is no JSON stays as it is: its client sends it back."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
     try:
         arguments = json.loads(function["arguments"] or "{}")
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} calls a tool with arguments that are not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise ValueError(f"{where} calls a tool with arguments that are nested too deep: {error}") from error
+    except ValueError:
+        return call
     return {**call, "function": {**function, "arguments": arguments}}
