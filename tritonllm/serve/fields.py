@@ -19,7 +19,6 @@ Neutral = Mapping[str, tuple[Any, ...]]
 PROMPT: Neutral = MappingProxyType(
     {  # what is asked
         "add_generation_prompt": (True,),
-        "add_special_tokens": (),
         "chat_template": (),
         "chat_template_kwargs": ({},),
         "continue_final_message": (False,),
@@ -44,6 +43,7 @@ PROMPT: Neutral = MappingProxyType(
 )
 GENERATION: Neutral = MappingProxyType(
     {  # how the answer is sampled, and what it holds
+        "add_special_tokens": (False,),
         "allowed_token_ids": ([],),
         "audio": (),
         "background": (False,),
@@ -94,7 +94,7 @@ GENERATION: Neutral = MappingProxyType(
         "temperature": (),
         "text": ({}, {"format": {"type": "text"}}),
         "text.verbosity": ("medium",),
-        "thinking": ({"type": "disabled"},),
+        "thinking": (),
         "thinking_token_budget": (),
         "tool_choice": ("none", "auto"),
         "top_k": (-1, 0),
@@ -108,6 +108,7 @@ GENERATION: Neutral = MappingProxyType(
 )
 POOLING: Neutral = MappingProxyType(
     {  # which numbers an embedding or a score has, and how they are written
+        "add_special_tokens": (True,),
         "dimensions": (),
         "embed_dtype": ("float32",),
         "encoding_format": ("float",),
@@ -134,6 +135,8 @@ ADVICE: Mapping[str, str] = MappingProxyType(
         "guided_regex": "use structured_outputs",
         "output_format": "use output_config.format",
         "previous_response_id": STATELESS,
+        "reasoning": "use reasoning_effort",
+        "thinking": 'use chat_template_kwargs={"enable_thinking": ...}',
         "thread": "this server keeps no conversations: send the whole one in messages",
     }
 )
@@ -141,20 +144,10 @@ ADVICE: Mapping[str, str] = MappingProxyType(
 HARMLESS = frozenset(
     (
         # OpenAI's
-        *(
-            "access_programs",
-            "background_options",
-            "client_metadata",
-            "image",
-            "include",
-            "max_tool_calls",
-            "metadata",
-            "moderation",
-            "prediction",
-            "prompt_cache_key",
-        ),
-        *("prompt_cache_options", "prompt_cache_retention", "reasoning.generate_summary", "reasoning.summary"),
-        *("safety_identifier", "service_tier", "store", "stream_options", "stream_options.include_obfuscation", "user"),
+        *("access_programs", "background_options", "client_metadata", "image", "include", "max_tool_calls"),
+        *("metadata", "moderation", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+        *("reasoning.generate_summary", "reasoning.summary", "safety_identifier", "service_tier", "store"),
+        *("stream_options", "stream_options.include_obfuscation", "user"),
         # Anthropic's
         *("billing_policy", "fallback_credit_token", "fallbacks", "user_profile_id", "workspace_id"),
         *("cache_control", "container", "context_management", "diagnostics", "inference_geo", "speed"),
@@ -201,10 +194,10 @@ def refused_field(message: str) -> str | None:
 
 
 class IgnoredFields:
-    """Counts the fields that were ignored; the first of each name is a line of the log.
+    """Counts the requests with fields that were ignored; the first of each name is a line of the log.
 
     Args:
-        count: is told the label of each.
+        count: is told the label of each of a request's.
     """
 
     def __init__(self, count: Callable[[str], None]) -> None:
@@ -217,15 +210,13 @@ class IgnoredFields:
         names: of one request's fields, each with its path.
         path: that was asked.
         """
-        others = False
+        labels = set()  # each counts once a request, however often it comes
         for name in names:
             label = shown(name)
-            if label not in self._seen and not self._is_new(name, label, path):
-                others = True
-            else:
-                self._count(label)
-        if others:  # once a request, however many they are
-            self._count(OTHERS)
+            known = label in self._seen or self._is_new(name, label, path)
+            labels.add(label if known else OTHERS)
+        for label in labels:
+            self._count(label)
 
     def _is_new(self, name: str, label: str, path: str) -> bool:
         """Whether there is room for it."""

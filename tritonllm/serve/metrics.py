@@ -135,7 +135,7 @@ class Metrics:
         )
         self._ignored = Counter(
             "tritonllm:ignored_fields",
-            "Fields of requests that change nothing.",
+            "Requests with a field that changes nothing.",
             (*LABELS, "field"),
             registry=self.registry,
         )
