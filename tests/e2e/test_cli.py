@@ -257,8 +257,14 @@ NULL_SCHEMA = {"json": '{"type":"null"}', "disable_any_whitespace": True}
             },
         ),
         (
-            "--thinking-token-budget 4",
-            {"max_tokens": 256, "temperature": 0.0, "thinking_token_budget": 4},
+            "--thinking-token-budget 4 --stop X --stop-after-thought",
+            {
+                "max_tokens": 256,
+                "temperature": 0.0,
+                "thinking_token_budget": 4,
+                "stop": ["X"],
+                "stop_after_thought": True,
+            },
         ),
         (
             "--choice yes --choice no",

@@ -22,7 +22,7 @@ HELP = """\
 # What a server understands, too; of the others it has its own.
 NAMES = (
     *("max-tokens", "min-tokens", "temperature", "top-k", "top-p", "min-p", "seed", "stop", "ignore-eos"),
-    *("presence-penalty", "frequency-penalty", "repetition-penalty", "thinking-token-budget"),
+    *("stop-after-thought", "presence-penalty", "frequency-penalty", "repetition-penalty", "thinking-token-budget"),
 )
 OPTIONS = {name: SAMPLING[name] for name in NAMES} | {
     "max-tokens": {"type": int, "metavar": "N", "help": "most tokens of an answer (default: as many as fit)"},

@@ -17,6 +17,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "seed": {"type": int, "metavar": "N", "help": "the same seed gives the same text"},
     "n": {"type": int, "metavar": "N", "help": "continuations of each prompt (default: 1)"},
     "stop": {"action": "append", "metavar": "TEXT", "help": "end before TEXT; repeatable"},
+    "stop-after-thought": {"action": "store_true", "help": "--stop counts behind a model's thought only"},
     "ignore-eos": {"action": "store_true", "help": "go on after the end-of-sequence token"},
     "presence-penalty": {"type": float, "metavar": "X", "help": "against tokens generated before, -2 to 2"},
     "frequency-penalty": {"type": float, "metavar": "X", "help": "the same, times how often, -2 to 2"},
