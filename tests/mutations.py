@@ -151,8 +151,8 @@ tritonllm/engine/prefix_cache.py
 
 stop-string-across-tokens: engine tests/engine/test_detokenizer.py
 tritonllm/engine/detokenizer.py
-- at = text.find(s, max(0, len(text) - new_chars - len(s) + 1))
-+ at = text.find(s, max(0, len(text) - new_chars - len(s) + 2))
+- at = text.find(s, max(begin, end - new_chars - len(s) + 1), end)
++ at = text.find(s, max(begin, end - new_chars - len(s) + 2), end)
 
 json-whitespace: e2e tests/e2e/test_structured_outputs.py
 tritonllm/engine/grammar.py
