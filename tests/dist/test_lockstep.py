@@ -101,6 +101,23 @@ def test_one_that_leaves_after_a_step_does_not_spoil_it():
         other.agree([0])
 
 
+def test_only_who_has_begun_and_not_left_can_be_silent():
+    """However long others wait for one that starts: its silence counts from its first beat on."""
+    board = Board(3)
+    first, second, third = (lockstep(board, rank) for rank in range(3))
+    assert [first.beat(2.0) for _ in range(3)] == [{1: 0.0, 2: 0.0}] * 3
+    second.beat(2.0)
+    assert [first.beat(2.0) for _ in range(3)] == [{1: 0.0, 2: 0.0}, {1: 2.0, 2: 0.0}, {1: 4.0, 2: 0.0}]
+    third.beat(2.0)
+    assert first.beat(2.0) == {1: 6.0, 2: 0.0}
+    second.beat(2.0)
+    assert first.beat(2.0) == {1: 0.0, 2: 2.0}
+    third.leave()
+    assert [first.beat(2.0) for _ in range(2)] == [{1: 2.0, 2: 0.0}, {1: 4.0, 2: 0.0}]
+    late = lockstep(board, 0)  # hears of all for the first time
+    assert late.beat(2.0) == {1: 0.0, 2: 0.0}
+
+
 def in_process(board, rank, pipe):
     mine = lockstep(board, rank)
     pipe.send([mine.agree([rank, step]) for step in range(100)])

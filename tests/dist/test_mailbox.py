@@ -2,6 +2,7 @@
 
 import multiprocessing
 import threading
+from contextlib import suppress
 
 import pytest
 from support.leftovers import held
@@ -14,24 +15,71 @@ from tritonllm.dist.mailbox import Mailbox
 MESSAGES = [b"x" * n for n in (1, 0, 5, 3 * module.SLOT + 7, module.SLOT, 12, 2 * module.SLOT)]
 
 
-def read_all(box, reader, count, found):
-    found[reader] = [box.receive(reader) for _ in range(count)]
+class NothingMore(Exception):
+    """A reader waits for a piece although all are written: it has lost some."""
+
+
+def read_all(box, reader, count, found, written):
+    """All messages, into ``found``.
+
+    Args:
+        written: an event, of the writer's end.
+    """
+    ended = False
+
+    def check():
+        nonlocal ended
+        if ended:  # and nothing has come since
+            raise NothingMore
+        ended = written.is_set()
+
+    with suppress(NothingMore):
+        for _ in range(count):
+            ended = False
+            found[reader].append(box.receive(reader, check))
+
+
+def exchange(box, messages):
+    """What each reader gets of all messages. Ends also where some are lost on their way, or read as others."""
+    found, written = [[] for _ in range(box.readers)], threading.Event()
+    arguments = [(box, reader, len(messages), found, written) for reader in range(box.readers)]
+    threads = [threading.Thread(target=read_all, args=each, daemon=True) for each in arguments]
+    asked = threading.Event()
+
+    def check():
+        if not asked.is_set():  # all places are taken
+            asked.set()
+            for thread in threads:
+                thread.start()
+        assert all(thread.is_alive() for thread in threads), "a reader has ended before the writer"
+
+    try:
+        for message in messages:
+            box.send(message, check)
+    finally:
+        written.set()
+        for thread in threads:
+            if not asked.is_set():  # the writer has not waited
+                thread.start()
+            thread.join(PATIENCE)
+    return found
 
 
 @pytest.mark.parametrize("readers", [1, 3])
 def test_all_readers_get_all_messages(readers):
     """Also those longer than all slots together."""
-    box, found = Mailbox(readers), {}
+    box = Mailbox(readers)
     messages = [*MESSAGES, b"y" * (module.SLOTS + 2) * module.SLOT, b"end"]
-    threads = [threading.Thread(target=read_all, args=(box, r, len(messages), found)) for r in range(readers)]
-    for thread in threads:
-        thread.start()
-    for message in messages:
-        box.send(message)
-    for thread in threads:
-        thread.join(PATIENCE)
-    assert all(found[r] == messages for r in range(readers))
+    assert exchange(box, messages) == [messages] * readers
     assert box.sent == len(messages)
+
+
+@pytest.mark.parametrize("readers", [1, 2])
+def test_no_slot_is_written_again_before_all_have_read_it(readers):
+    """The writer has taken all places when the first of them is read."""
+    pieces = [bytes([number]) * module.SLOT for number in range(module.SLOTS + 3)]
+    for messages in ([b"".join(pieces)], pieces):
+        assert exchange(Mailbox(readers), messages) == [messages] * readers
 
 
 def answer(box, pipe):

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -29,6 +30,43 @@ def test_even_sections(units, unit, size):
         counts[mine.start : mine.stop] += 1
     assert counts.unique().tolist() == [max(1, size // units)]
     assert len({len(mine) for mine in held}) == 1
+
+
+@given(units=st.integers(1, 48), unit=st.integers(1, 5), size=sizes)
+def test_even_sections_are_dealt_out_in_order(units, unit, size):
+    """Rank 0 has the first; of fewer units than ranks, as many neighbours have each."""
+    assume(units % size == 0 or size % units == 0)
+    for rank in range(size):
+        first, count = rank * units // size, max(1, units // size)
+        assert Section(units, unit).of(rank, size) == range(first * unit, (first + count) * unit)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "held"),
+    [
+        (8, 4, 2, [([0, 1, 2, 3], [0, 1]), ([4, 5, 6, 7], [2, 3])]),
+        (8, 4, 4, [([0, 1], [0]), ([2, 3], [1]), ([4, 5], [2]), ([6, 7], [3])]),
+        (8, 2, 4, [([0, 1], [0]), ([2, 3], [0]), ([4, 5], [1]), ([6, 7], [1])]),
+        (4, 1, 4, [([0], [0]), ([1], [0]), ([2], [0]), ([3], [0])]),
+    ],
+)
+def test_which_rank_has_which_heads(heads, kv_heads, size, held):
+    """Each query head with its key head, whose keys and values stand behind all of the rank's queries; and the
+    projection back from the same heads."""
+    changes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": heads * 16}
+    spec = spec_of("llama", **changes)
+    head_size, parts = spec.layers[0].attention.head_size, splits(spec)
+    stacked, back = parts["layers.0.attention.qkv.weight"], parts["layers.0.attention.o.weight"]
+
+    def elements(first, numbers):
+        return [(first + number) * head_size + i for number in numbers for i in range(head_size)]
+
+    for rank, (queries, keys) in enumerate(held):
+        rows = [element for mine in stacked.held(rank, size) for element in mine]
+        wanted = elements(0, queries) + elements(heads, keys) + elements(heads + kv_heads, keys)
+        assert rows == wanted
+        assert [element for mine in back.held(rank, size) for element in mine] == elements(0, queries)
+        assert {query * kv_heads // heads for query in queries} == set(keys)
 
 
 @given(rows=st.integers(1, 400), size=sizes)
