@@ -393,8 +393,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         ahead = [request for request in running if self.order(request)[0] <= self.order(first)[0]]
         if len(ahead) == len(running) or first.num_pending_tokens or self.delayed(first):
             return
-        if self.scheduler.admission_end == "tokens":
-            used = sum(item.num_tokens for item in plan.scheduled if item.request in ahead)
+        used = sum(item.num_tokens for item in plan.scheduled if item.request in ahead)
+        if self.scheduler.admission_end == "tokens" or used == self.config.max_num_batched_tokens:
             least = min(self.config.max_num_batched_tokens, prompt_budget.BESIDE)
             assert used >= least - self.drafts * len(ahead)
             return

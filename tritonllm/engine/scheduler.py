@@ -343,9 +343,13 @@ class Scheduler:
             scheduled.append(self._advance(request, end, total, drafts))
             budget -= end - start + drafts
         step.budget = budget
-        while ended is None and not preempted:
-            ended = self._begin_first(step, len(self._running))
-        self.admission_end = ended or "preemption"
+        while ended is None:
+            place = self._place_of_waiting()
+            if preempted and place == len(self._running):
+                ended = "preemption"
+            else:
+                ended = self._begin_first(step, place)
+        self.admission_end = ended
 
     def _place_of_waiting(self) -> int:
         """Where the first waiting request comes among those that run: before all of lower priority."""
