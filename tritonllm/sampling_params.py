@@ -166,7 +166,7 @@ class StructuredOutputsParams(VllmStructure):
         grammar: in EBNF, as xgrammar reads it; it begins with the rule ``root``.
         json_object: any JSON object or array.
         disable_any_whitespace: JSON with one space after commas and colons, and none elsewhere. Without it a model may
-            indent as it likes.
+            break lines and indent them, by at most four blanks or a tab for each level.
         after_thought: the model may think first, as it likes: what it writes behind its thought has the form. A model
             whose tokenizer has no tokens for thoughts does not think.
 

@@ -11,6 +11,7 @@ from support.examples import examples
 from support.random_texts import allows, random_text
 from support.random_texts import compiler as new_compiler
 
+from tritonllm.engine.grammar_rules import Rules
 from tritonllm.engine.patterns import Unreadable, whole, within_json
 
 
@@ -20,13 +21,15 @@ def compiler():
 
 
 def for_output(compiler, pattern):
-    return compiler.compile_grammar(xgrammar.Grammar.from_ebnf(f"root ::= {whole(pattern)}"))
+    rules = Rules()
+    rules.define("root", whole(pattern, rules))
+    return compiler.compile_grammar(xgrammar.Grammar.from_ebnf(str(rules)))
 
 
 def for_string(compiler, pattern):
-    body = within_json(pattern, "any")
-    text = f'root ::= "\\"" ({body}) "\\""\nany ::= [a-c\\u0020\\u00e9] | "\\\\" ["\\\\n]\n'
-    return compiler.compile_grammar(xgrammar.Grammar.from_ebnf(text))
+    rules = Rules()
+    rules.define("root", f'"\\"" {within_json(pattern, rules)}')
+    return compiler.compile_grammar(xgrammar.Grammar.from_ebnf(str(rules)))
 
 
 CHARACTERS = st.sampled_from(["a", "b", "é", '"', r"\\", r"\n", r"\t", r"\x01", "/", r"\.", " ", "-", r"\u20ac", "😀"])
@@ -98,12 +101,15 @@ def test_what_matches_is_allowed(compiler, pattern, text):
         ("a*+", "the possessive '*+'"),
         ("a{3,2}", "'{3,2}', whose second number is the smaller one"),
         ("a{,2}", "a repetition without its first number ('{,')"),
-        ("a{100001}", "'{100001}', more than 100000 times"),
+        ("a{10001}", "more than 10000 characters, repetitions counted"),
+        ("(a{100}){200}", "more than 10000 characters, repetitions counted"),
+        ("a{0,1001}", "more than 1000 places where a text may go on in several ways"),
+        ("(a|b)*a(a|b){14}", "more than 10000 states"),
     ],
 )
 def test_what_cannot_be_followed_is_named(pattern, message):
     with pytest.raises(Unreadable, match=re.escape(message)):
-        whole(pattern)
+        whole(pattern, Rules())
 
 
 def test_a_class_and_its_complement_are_all(compiler):

@@ -268,7 +268,7 @@ def lengths(compiler):
     return compiled(compiler, json={"type": "string", "minLength": 2, "maxLength": 5})
 
 
-@pytest.mark.parametrize("most", [MOST_CHARACTERS, MOST_CHARACTERS + 1, 300])
+@pytest.mark.parametrize("most", [130, MOST_CHARACTERS, MOST_CHARACTERS + 1])
 def test_long_strings_end_in_time(compiler, most):
     """Those that are too long for a chain have no backslash."""
     grammar = compiled(compiler, json={"type": "string", "minLength": most - 1, "maxLength": most})
@@ -284,7 +284,7 @@ def test_chains_are_shared_and_limited():
         return grammar_of(Document(schema), True).count("escape")
 
     assert links(20, 20, 7) == links(20)
-    assert links(*range(1, MOST_CHARACTERS)) == links(MOST_CHARACTERS - 1)
+    assert links(*range(1, 100)) == links(99)
     minimal = [{"type": "string", "minLength": n % 100, "maxLength": 128} for n in range(100)]
     text = grammar_of(Document({"type": "array", "prefixItems": minimal}), True)
     assert MOST_LINKS - 200 < text.count(" escape r") <= MOST_LINKS and "{1,128}" in text

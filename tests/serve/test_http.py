@@ -1,6 +1,7 @@
 """What no well-behaved client sends, and what an operator asks: status and shape of the answers."""
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -68,6 +69,12 @@ def error_of(response):
         ("completions", {**STORY, "structured_outputs": {"jason": "{}"}}, "structured_outputs"),
         ("completions", {**STORY, "structured_outputs": {"regex": "("}}, "structured_outputs"),
         ("completions", {**STORY, "structured_outputs": {}}, "structured_outputs: give exactly one of"),
+        (
+            "completions",
+            {**STORY, "structured_outputs": {"grammar": "root ::= root"}},
+            "no text of its rule 'root' ever",
+        ),
+        ("completions", {**STORY, "structured_outputs": {"json": {"$ref": "http://a/b"}}}, "'$ref' must name a schema"),
         ("completions", {**STORY, "structured_outputs": {"json": {"type": "object", "required": 3}}}, "'required'"),
         ("completions", {**STORY, "tools": [{}]}, "tools: not supported here"),
         ("chat/completions", {**CHAT, "enable_thinking": False}, "enable_thinking: not supported here: use chat_templ"),
@@ -100,6 +107,22 @@ def test_a_bad_body_is_400_and_names_the_fault(server, path, body, message, stre
     response = server.client.post(f"/v1/{path}", content=text, headers=JSON)
     assert response.status_code == 400, response.text
     assert message in error_of(response)["message"]
+
+
+@pytest.mark.parametrize(
+    ("form", "blanks"),
+    [
+        ({"response_format": {"type": "json_object"}}, " "),
+        ({"structured_outputs": {"json_object": True}}, r" |\n {0,32}|\n\t{0,8}"),
+    ],
+)
+def test_objects_are_not_filled_with_blanks(server, form, blanks):
+    """A small model would fill its answer with them to the last token."""
+    body = {**CHAT, **form, "max_tokens": 100, "temperature": 1, "seed": 1, "n": 4}
+    answers = server.client.post("/v1/chat/completions", json=body).json()["choices"]
+    for answer in answers:
+        outside = re.sub(r'"(\\.|[^"\\])*("|$)', '""', answer["message"]["content"])
+        assert all(re.fullmatch(blanks, run) for run in re.findall(r"\s+", outside)), answer
 
 
 SCHEMA = {

@@ -179,7 +179,7 @@ def structure_of(args: argparse.Namespace) -> StructuredOutputsParams | None:
         schema = wish.pop("json_schema")
         inline = schema.lstrip().startswith("{")
         wish["json"] = schema if inline else Path(schema).read_text(encoding="utf-8")
-        wish["disable_any_whitespace"] = True  # small models like to go on with blanks until the last token
+        wish["disable_any_whitespace"] = True  # small models like blanks, which cost tokens
     return StructuredOutputsParams(**wish)
 
 

@@ -62,8 +62,8 @@ def one_of(ranges: Ranges) -> str:
     return f"[{''.join(_range(*one) for one in ranges)}]"
 
 
-def one_spelled(ranges: Ranges) -> str:
-    """One character of a set, which is not empty, in EBNF and in a string of JSON. With parentheses if it needs them.
+def spellings(ranges: Ranges) -> list[str]:
+    """How a string of JSON writes one character of a set, in EBNF: alternatives.
 
     What JSON can write plainly is written so, and the rest in the shortest way: ``\\u0001``, but ``\\n``.
     """
@@ -78,7 +78,7 @@ def one_spelled(ranges: Ranges) -> str:
         if last:
             digits = union((ord(c), ord(c)) for digit in last for c in (digit, digit.upper()))
             ways.append(f'"\\\\u00{high}" {one_of(digits)}')
-    return ways[0] if len(ways) == 1 and ways[0][0] == "[" else f"({' | '.join(ways)})"
+    return ways
 
 
 def _range(low: int, high: int) -> str:

@@ -24,6 +24,7 @@ import numpy as np
 from tritonllm.engine.characters import quoted
 from tritonllm.engine.control import MOST_FORCED, mask_of, only_token
 from tritonllm.engine.expressions import ignored, is_endless, too_large
+from tritonllm.engine.grammar_rules import Rules
 from tritonllm.engine.json_schema import malformed, unsupported
 from tritonllm.engine.patterns import Unreadable, whole
 from tritonllm.engine.schema_document import Document
@@ -76,7 +77,7 @@ def written(wish: StructuredOutputsParams) -> str:
     if wish.json is not None:
         return _schema(wish)
     if wish.regex is not None:
-        return f"root ::= {_expression(wish.regex)}"
+        return _expression(wish.regex)
     if wish.choice is not None:
         try:
             return f"root ::= {' | '.join(map(quoted, wish.choice))}"
@@ -89,10 +90,12 @@ def _expression(regex: str) -> str:
     left_out = ignored(regex)
     if left_out is not None:
         raise ValueError(f"structured_outputs: regex has {left_out}, which a grammar cannot keep an output to: drop it")
+    rules = Rules()
     try:
-        return whole(regex)
+        rules.define("root", whole(regex, rules))
     except Unreadable as error:
         raise ValueError(f"structured_outputs: regex cannot be used: it has {error}") from error
+    return str(rules)
 
 
 def _schema(wish: StructuredOutputsParams) -> str:

@@ -1,4 +1,10 @@
-"""Regular expressions as EBNF, for a whole output or for a string of JSON. No torch.
+"""Regular expressions as rules of a grammar, for a whole output or for a string of JSON. No torch.
+
+An expression becomes a deterministic automaton, and each of its states a rule, which says which characters may come and
+how it goes on. So all that may follow is known when the grammar is compiled, and masks take some microseconds. (Written
+as xgrammar writes it, with repetitions, a mask within ``.{1,500}`` took 15 ms, and 2 s in a string of JSON, where some
+characters need a backslash.) The automaton is Glushkov's, whose states are places in the expression (V. M. Glushkov,
+"The abstract theory of automata", 1961), made deterministic by sets of places.
 
 What is known of expressions is what ECMA-262 (which JSON Schema names) and Python's ``re`` read alike; the rest is
 refused. Where they differ in which characters a class has (``\\w`` knows no accents in ECMA-262, ``.`` matches a
@@ -6,10 +12,12 @@ carriage return in Python), the class has those that both give it, so the text m
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 
-from tritonllm.engine.characters import ALL, SURROGATES, Ranges, one_of, one_spelled, union, without
+from tritonllm.engine.characters import ALL, SURROGATES, Ranges, one_of, spellings, union, without
+from tritonllm.engine.grammar_rules import Rules
 
 # For a class and its complement: what is in it by both standards. Not all of it where that would be long.
 _DIGITS: Ranges = ((0x30, 0x39),)
@@ -30,9 +38,9 @@ _CONTROLS = {"n": 0x0A, "t": 0x09, "r": 0x0D, "f": 0x0C, "v": 0x0B}
 _HEX = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})")
 _COUNT = re.compile(r"\{(\d+)(?:(,)(\d*))?\}")
 _GROUP = re.compile(r"\((?:\?:|\?P?<[A-Za-z_]\w*>)?")
-MOST_TIMES = 100_000  # that one part is repeated
-
-Spell = Callable[[Ranges], str]  # how one character of a set is written
+MOST_PLACES = 10_000  # characters of an expression, each repetition counted: "a{3}" has three
+MOST_STATES = 10_000  # of an automaton
+MOST_RULES = 1000  # of an automaton: some milliseconds each to compile
 
 
 class Unreadable(ValueError):
@@ -40,44 +48,208 @@ class Unreadable(ValueError):
 
 
 @dataclass
+class _Part:
+    """A part of an expression: places in a row, the first and the last of which a text may begin and end at.
+
+    Sets of places are numbers that have a bit for each of them.
+    """
+
+    begin: int  # of its places, which lie behind each other
+    end: int
+    empty: bool = True  # whether it matches nothing
+    first: int = 0
+    last: int = 0
+
+
+@dataclass
 class _Open:
     """A group whose end has not come, or the whole."""
 
-    ways: list[str] = field(default_factory=list)  # alternatives that have ended
-    parts: list[str] = field(default_factory=list)  # of the one that goes on
-    begins: bool | None = None  # whether the alternative began with "^"; none: no
+    ways: list[_Part] = field(default_factory=list)  # alternatives that have ended
+    parts: list[_Part] = field(default_factory=list)  # of the one that goes on
     repeatable: bool = False  # whether the last part is one that a repetition may follow
 
-    def add(self, part: str, repeatable: bool = True) -> None:
-        self.parts.append(part)
-        self.repeatable = repeatable
 
-    def text(self) -> str:
-        return " | ".join([*self.ways, " ".join(self.parts) or '""'])
+class _Places:
+    """The places of an expression: which characters may be there, and which places behind each."""
+
+    def __init__(self) -> None:
+        self.characters = list[Ranges]()
+        self.follow = list[int]()
+
+    def _add(self, characters: Ranges, follow: int) -> int:
+        if len(self.follow) >= MOST_PLACES:
+            raise Unreadable(f"more than {MOST_PLACES} characters, repetitions counted")
+        self.characters.append(characters)
+        self.follow.append(follow)
+        return len(self.follow) - 1
+
+    def one(self, characters: Ranges) -> _Part:
+        at = self._add(characters, 0)
+        return _Part(at, at + 1, False, 1 << at, 1 << at)
+
+    def copy(self, part: _Part) -> _Part:
+        """The same once more, behind all others. What follows it is what follows within it."""
+        shift = len(self.follow) - part.begin
+        inside = (1 << part.end) - (1 << part.begin)
+        for at in range(part.begin, part.end):
+            self._add(self.characters[at], (self.follow[at] & inside) << shift)
+        return _Part(part.begin + shift, part.end + shift, part.empty, part.first << shift, part.last << shift)
+
+    def link(self, last: int, first: int) -> None:
+        """Let places follow others."""
+        for at in _bits(last):
+            self.follow[at] |= first
+
+    def row(self, parts: list[_Part]) -> _Part:
+        """One behind the other."""
+        whole = _Part(parts[0].begin, parts[-1].end) if parts else _Part(len(self.follow), len(self.follow))
+        for part in parts:
+            self.link(whole.last, part.first)
+            whole.first |= part.first if whole.empty else 0
+            whole.last = part.last | (whole.last if part.empty else 0)
+            whole.empty = whole.empty and part.empty
+        return whole
+
+    def repeat(self, part: _Part, least: int, most: int | None) -> _Part:
+        if most == 0:
+            return _Part(part.begin, part.end)
+        whole = _Part(part.begin, part.end, part.empty or least == 0, part.first, part.last)
+        before = part
+        for number in range(2, max(least, most or 0) + 1):  # those that may be left out are left out at the end
+            now = self.copy(part)
+            self.link(before.last, now.first)
+            whole.last = now.last | (whole.last if number > least or part.empty else 0)
+            whole.end, before = now.end, now
+        if most is None:
+            self.link(before.last, before.first)
+        return whole
 
 
-def whole(pattern: str) -> str:
-    """EBNF of the texts that an expression matches from their beginning to their end.
+def _bits(places: int) -> Iterator[int]:
+    while places:
+        lowest = places & -places
+        yield lowest.bit_length() - 1
+        places ^= lowest
+
+
+@dataclass
+class _State:
+    """A state of an automaton.
+
+    Attributes:
+        ends: whether the text may end here.
+        ways: characters that may come, and the states that follow.
+    """
+
+    ends: bool
+    ways: list[tuple[Ranges, int]]
+
+
+def whole(pattern: str, rules: Rules) -> str:
+    """A rule of the texts that an expression matches from their beginning to their end.
 
     Raises:
         Unreadable: see the class.
     """
-    return _read(pattern, one_of, None)
+    return _written(_automaton(pattern, anywhere=False), lambda characters: [one_of(characters)], '""', rules)
 
 
-def within_json(pattern: str, any_character: str) -> str:
-    """EBNF of what stands between the quotes of a JSON string in which the expression matches somewhere.
+def within_json(pattern: str, rules: Rules) -> str:
+    """A rule of what comes behind the opening quote of a JSON string in which an expression matches somewhere.
+
+    Raises:
+        Unreadable: see the class.
+    """
+    return _written(_automaton(pattern, anywhere=True), spellings, '"\\""', rules)
+
+
+def _written(states: list[_State], spell: Callable[[Ranges], list[str]], end: str, rules: Rules) -> str:
+    """The rule of the first state. States in a row without a choice are one rule.
 
     Args:
-        any_character: in EBNF, what may stand before and behind the match, where no anchor forbids it.
-
-    Raises:
-        Unreadable: see the class.
+        spell: alternatives of one character.
+        end: of the text.
     """
-    return _read(pattern, one_spelled, any_character)
+    before = [1] + [0] * (len(states) - 1)  # ways that lead to each state
+    for state in states:
+        for _, after in state.ways:
+            before[after] += 1
+    spelled = [[(spell(characters), after) for characters, after in state.ways] for state in states]
+
+    def goes_on(at: int) -> bool:
+        """Whether this is written where it is needed: nothing else leads here, and there is no choice."""
+        ways = spelled[at]
+        return before[at] == 1 and not states[at].ends and len(ways) == 1 and len(ways[0][0]) == 1
+
+    names = {at: rules.name() for at in range(len(states)) if at == 0 or (states[at].ways and not goes_on(at))}
+    if len(names) > MOST_RULES:
+        raise Unreadable(f"more than {MOST_RULES} places where a text may go on in several ways")
+
+    def behind(at: int) -> str:
+        row = list[str]()
+        while at not in names and spelled[at]:
+            row += spelled[at][0][0]
+            at = spelled[at][0][1]
+        return " ".join([*row, names.get(at, end)])
+
+    for at, name in names.items():
+        ways = [f"{one} {behind(after)}" for ones, after in spelled[at] for one in ones]
+        rules.define(name, " | ".join([*([end] if states[at].ends else []), *ways]))
+    return names[0]
 
 
-def _read(pattern: str, spell: Spell, around: str | None) -> str:
+def _automaton(pattern: str, anywhere: bool) -> list[_State]:
+    """The first state is where a text begins. Each one leads to one where it may end."""
+    places = _Places()
+    part = _read(pattern, places, anywhere)
+    end = 1 << len(places.follow)
+    follow = [after | (end if part.last >> at & 1 else 0) for at, after in enumerate(places.follow)]
+    classes = _classes(places.characters)
+    order = [part.first | (end if part.empty else 0)]  # of the states: the places that may come next
+    numbers = {order[0]: 0}
+    states = list[_State]()
+    known = dict[int, int]()  # what follows places that have matched
+    for following in order:  # which grows
+        ways = dict[int, list[tuple[int, int]]]()
+        for members, characters in classes:
+            matched = following & members
+            if matched and matched not in known:
+                known[matched] = 0
+                for at in _bits(matched):
+                    known[matched] |= follow[at]
+            if matched:
+                ways.setdefault(known[matched], []).extend(characters)
+        states.append(_State(bool(following & end), [(union(some), after) for after, some in ways.items()]))
+        if len(order) > MOST_STATES:
+            raise Unreadable(f"more than {MOST_STATES} states")
+        for after in ways:
+            if after not in numbers:
+                numbers[after] = len(order)
+                order.append(after)
+    for state in states:
+        state.ways = [(characters, numbers[after]) for characters, after in state.ways]
+    return states
+
+
+def _classes(characters: list[Ranges]) -> list[tuple[int, Ranges]]:
+    """Characters that the same places take, and those places."""
+    members = dict[Ranges, int]()
+    for at, some in enumerate(characters):
+        members[some] = members.get(some, 0) | 1 << at
+    cuts = sorted({cut for some in members for low, high in some for cut in (low, high + 1)})
+    found = dict[int, list[tuple[int, int]]]()
+    for low, after in pairwise(cuts):
+        taking = 0
+        for some, places in members.items():
+            if any(a <= low <= b for a, b in some):
+                taking |= places
+        if taking:
+            found.setdefault(taking, []).append((low, after - 1))
+    return [(places, union(some)) for places, some in found.items()]
+
+
+def _read(pattern: str, places: _Places, anywhere: bool) -> _Part:
     stack = [_Open()]
     at = 0
     first = last = False  # whether the alternative of the whole has an anchor there
@@ -85,9 +257,17 @@ def _read(pattern: str, spell: Spell, around: str | None) -> str:
 
     def end_of_way() -> None:
         nonlocal first, last, inner
-        way = stack[0].parts
-        if around is not None and not inner:
-            stack[0].parts = [*([] if first else [f"{around}*"]), *way, *([] if last else [f"{around}*"])]
+        free = anywhere and not inner
+        parts = stack[-1].parts
+        if free and not last:
+            parts.append(places.repeat(places.one(ALL), 0, None))
+        whole = places.row(parts)
+        if free and not first:  # its places lie behind, but no more is copied
+            before = places.repeat(places.one(ALL), 0, None)
+            places.link(before.last, whole.first)
+            whole.first |= before.first
+        stack[-1].ways.append(whole)
+        stack[-1].parts, stack[-1].repeatable = [], False
         first = last = inner = False
 
     while at < len(pattern):
@@ -103,57 +283,60 @@ def _read(pattern: str, spell: Spell, around: str | None) -> str:
             at += 1
             if len(stack) == 1:
                 raise Unreadable("a closing parenthesis without an opening one")
-            inside = stack.pop().text()
-            stack[-1].add(f"({inside})")
+            ended = stack.pop()
+            ended.ways.append(places.row(ended.parts))
+            stack[-1].parts.append(_either(ended.ways))
+            stack[-1].repeatable = True
         elif character == "|":
             at += 1
             if len(stack) == 1:
                 end_of_way()
-            open_.ways.append(" ".join(open_.parts) or '""')
-            open_.parts, open_.repeatable = [], False
+            else:
+                open_.ways.append(places.row(open_.parts))
+                open_.parts, open_.repeatable = [], False
         elif character in "^$":
             at += 1
             open_.repeatable = False
-            if len(stack) > 1:
-                inner = True
-            elif character == "^":
-                first = True
-            else:
-                last = True
+            inner = inner or len(stack) > 1
+            first, last = first or character == "^", last or character == "$"
         elif character in "*+?" or (character == "{" and _COUNT.match(pattern, at)):
-            at = _repeat(pattern, at, open_)
+            least, most, at = _times(pattern, at, open_.repeatable)
+            open_.parts[-1], open_.repeatable = places.repeat(open_.parts[-1], least, most), False
         else:
             characters, at = _characters(pattern, at)
             if not characters:
                 raise Unreadable("a class without characters")
-            open_.add(spell(characters))
+            open_.parts.append(places.one(characters))
+            open_.repeatable = True
     if len(stack) > 1:
         raise Unreadable("an opening parenthesis without a closing one")
     end_of_way()
-    return stack[0].text()
+    return _either(stack[0].ways)
 
 
-def _repeat(pattern: str, at: int, open_: _Open) -> int:
-    """Repeat the last part; returns where the expression goes on."""
+def _either(ways: list[_Part]) -> _Part:
+    """One of several parts that lie one behind the other."""
+    found = _Part(ways[0].begin, ways[-1].end, any(way.empty for way in ways))
+    for way in ways:
+        found.first |= way.first
+        found.last |= way.last
+    return found
+
+
+def _times(pattern: str, at: int, repeatable: bool) -> tuple[int, int | None, int]:
+    """How often the last part is repeated, and where the expression goes on."""
     count = _COUNT.match(pattern, at)
-    if not open_.repeatable:
+    if not repeatable:
         raise Unreadable(f"'{count[0] if count else pattern[at]}' behind nothing that it could repeat")
-    if count is None:
-        times, at = pattern[at], at + 1
-    else:
+    least, most = {"*": (0, None), "+": (1, None), "?": (0, 1)}.get(pattern[at], (0, None))
+    if count is not None:
         least, most = int(count[1]), int(count[3] or count[1]) if count[3] or not count[2] else None
         if most is not None and most < least:
             raise Unreadable(f"'{count[0]}', whose second number is the smaller one")
-        if max(least, most or 0) > MOST_TIMES:
-            raise Unreadable(f"'{count[0]}', more than {MOST_TIMES} times")
-        times, at = f"{{{least},{'' if most is None else most}}}", count.end()
+    at = at + 1 if count is None else count.end()
     if pattern.startswith("+", at):
         raise Unreadable(f"the possessive '{pattern[at - 1]}+'")
-    if pattern.startswith("?", at):  # as few as can be, which changes no text that matches
-        at += 1
-    open_.parts[-1] = '""' if times == "{0,0}" else f"{open_.parts[-1]}{times}"
-    open_.repeatable = False
-    return at
+    return least, most, at + pattern.startswith("?", at)  # as few as can be: which texts match does not change
 
 
 def _characters(pattern: str, at: int) -> tuple[Ranges, int]:

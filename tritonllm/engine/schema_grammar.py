@@ -16,7 +16,7 @@ for each level (deeper than eight levels as many as at eight). Or there are none
 Each of them holds the closing quote, so what may follow is known when the grammar is compiled. A repetition
 (``character{0,2} "\\""``) says the same, but how a token that reaches its end goes on xgrammar finds out when a mask is
 filled, for each such token anew: 0.2 to 7 ms a mask, where others take 5 us (vocabulary of 128,256, an EPYC), and it
-takes longer to compile and eight times the memory. A chain of 128 takes some seconds to compile; longer strings are a
+takes longer to compile and eight times the memory. A chain of 512 takes 2 s to compile. Longer strings are a
 repetition, of characters that need no backslash: with others among them a mask took 0.4 s.
 """
 
@@ -30,14 +30,14 @@ from typing import Any
 from tritonllm.engine.characters import PLAIN, SHORT_ESCAPES, one_of, quoted, union, units, without
 from tritonllm.engine.grammar_rules import Rules
 from tritonllm.engine.number_ranges import Bound, integers, numbers
-from tritonllm.engine.patterns import within_json
+from tritonllm.engine.patterns import Unreadable, within_json
 from tritonllm.engine.schema_document import ALL_TYPES, Document, rest_of_array, rest_of_object, types_of
 from tritonllm.engine.string_formats import FORMATS
 
-MOST_CHARACTERS = 128  # of a string that is written as a chain: xgrammar itself does not follow longer ones one by one
-MOST_LINKS = 4096  # of all chains of a grammar
+MOST_CHARACTERS = 512  # of a string that is written as a chain: some milliseconds each to compile
+MOST_LINKS = 2048  # of all chains of a grammar
 MOST_LEVELS = 8  # to which the indentation may grow
-MOST_STATES = 10_000  # of an object with limits of its size: places among its properties, times properties before
+MOST_STATES = 2000  # of an object with limits of its size: places among its properties, times properties before
 _PLAIN = one_of(PLAIN)
 _BASIC = {  # rules that are written if they are used, and those that they use
     "hex": ("[0-9a-fA-F]", ()),
@@ -46,7 +46,6 @@ _BASIC = {  # rules that are written if they are used, and those that they use
         ' | [dD] [89abAB] hex hex "\\\\u" [dD] [c-fC-F] hex hex)',
         ("hex",),
     ),
-    "character": (f'{_PLAIN} | "\\\\" escape', ("escape",)),
     "text": (f'"\\"" | {_PLAIN} text | "\\\\" escape text', ("escape",)),
 }
 _NUMBER = '"-"? ("0" | [1-9] [0-9]*) ("." [0-9]+)? ([eE] [+\\-]? [0-9] [0-9]?)?'
@@ -58,7 +57,7 @@ class TooManyStates(ValueError):
 
 
 class Unwritable(ValueError):
-    """A value that is no JSON; says why."""
+    """A value that is no JSON, or an expression that cannot be followed; says which."""
 
 
 def grammar_of(document: Document, blanks: bool) -> str:
@@ -143,13 +142,16 @@ class _Writer:
 
     def _string(self, schema: Mapping[str, Any]) -> str:
         if "pattern" in schema:
-            inside = within_json(schema["pattern"], "character")
-            if "character" in inside:
-                self._basic("character")
-            return f'"\\"" ({inside}) "\\""'
+            return self._pattern("'pattern'", schema["pattern"])
         if "format" in schema:
-            return f'"\\"" ({within_json("^(" + FORMATS[schema["format"]] + ")$", "")}) "\\""'
+            return self._pattern("'format'", f"^({FORMATS[schema['format']]})$")
         return f'"\\"" {self._text(int(schema.get("minLength", 0)), schema.get("maxLength"))}'
+
+    def _pattern(self, keyword: str, pattern: str) -> str:
+        try:
+            return f'"\\"" {within_json(pattern, self._rules)}'
+        except Unreadable as error:
+            raise Unwritable(f"{keyword} with {error}") from error
 
     def _text(self, least: int, most: float | None) -> str:
         """So many characters and a quote."""
@@ -278,7 +280,7 @@ class _Writer:
     def _name(self, schema: Mapping[str, Any], pattern: str | None) -> str:
         """The name of a property that is not one of ``properties``."""
         if pattern is not None:
-            return self._rules.add(self._string({"pattern": pattern}))
+            return self._rules.add(self._pattern("'patternProperties'", pattern))
         if schema.get("properties"):
             return self._rules.add(f'"\\"" {self._other_name(schema["properties"])}')
         names = self._document.resolved(schema.get("propertyNames", True))
