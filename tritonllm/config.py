@@ -24,6 +24,7 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
 POLICIES = ("fcfs", "priority")
 RUNNERS = ("auto", "generate", "pooling")
+STRUCTURED_OUTPUTS_BACKENDS = ("auto", "xgrammar", "guidance")
 CONVERSIONS = ("auto", "none", "embed", "classify")
 NO_COMPILATION, COMPILATION = 0, 3
 BACKENDS = ("inductor", "aot_eager", "eager")
@@ -40,6 +41,7 @@ _OWN_KWARGS = (
     "step_timeout",
     "enable_sleep_mode",
     "logits_processors",
+    "structured_outputs_backend",
 )  # of EngineConfig itself, not of its parts
 
 
@@ -249,6 +251,8 @@ class EngineConfig:
             (:meth:`tritonllm.LLM.sleep`).
         logits_processors: make what changes the logits of whole steps, as functions or ``"module:name"``
             (:class:`tritonllm.engine.processors.BatchLogitsProcessor`).
+        structured_outputs_backend: what makes the masks of structured outputs: ``"xgrammar"``, which ``"auto"`` means,
+            or ``"guidance"`` (llguidance; docs/decoding.md compares them).
     """
 
     model: ModelConfig
@@ -266,6 +270,7 @@ class EngineConfig:
     step_timeout: float = 300.0
     enable_sleep_mode: bool = False
     logits_processors: Sequence[str | Callable[..., Any]] = ()
+    structured_outputs_backend: str = "auto"
 
     def __post_init__(self) -> None:
         is_a("enforce_eager", self.enforce_eager, bool)
@@ -297,6 +302,7 @@ class EngineConfig:
             self._check_transfer(self.kv_transfer_config)
         if self.kernel_cache is not None:
             is_a("kernel_cache", self.kernel_cache, str)
+        one_of("structured_outputs_backend", self.structured_outputs_backend, STRUCTURED_OUTPUTS_BACKENDS)
         makers = self.logits_processors
         if isinstance(makers, str) or not isinstance(makers, Sequence) or not all(names_code(m) for m in makers):
             raise ValueError(f"logits_processors must be a list of functions, classes or 'module:name', got {makers!r}")

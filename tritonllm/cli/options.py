@@ -3,7 +3,14 @@
 import argparse
 from typing import Any
 
-from tritonllm.config import COMPILATION, DTYPES, EXECUTORS, LOAD_FORMATS, NO_COMPILATION
+from tritonllm.config import (
+    COMPILATION,
+    DTYPES,
+    EXECUTORS,
+    LOAD_FORMATS,
+    NO_COMPILATION,
+    STRUCTURED_OUTPUTS_BACKENDS,
+)
 from tritonllm.speculative_config import parse_draft
 
 # Option -> keywords of add_argument. The name, with underscores, is that of the field of SamplingParams.
@@ -143,6 +150,10 @@ ENGINE: dict[str, dict[str, Any]] = {
         "help": "let a smaller model of the same vocabulary guess K tokens a step (default: 4)",
     },
     "speculative-config": {"metavar": "JSON", "help": "the same with vLLM's keys, see docs/speculation.md"},
+    "structured-outputs-backend": {
+        "choices": STRUCTURED_OUTPUTS_BACKENDS,
+        "help": "what holds outputs to a form: xgrammar (default) or guidance, see docs/decoding.md",
+    },
     "step-timeout": {"type": float, "metavar": "S", "help": "seconds that a GPU may take for a step (default: 300)"},
     "kernel-cache": {"metavar": "DIR", "help": "folder that `tritonllm precompile` made"},
     "allow-nan": {

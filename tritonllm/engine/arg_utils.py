@@ -65,6 +65,7 @@ class EngineArgs(VllmEngine):
     step_timeout: float | None = None
     enable_sleep_mode: bool = False
     logits_processors: list[Any] | None = None
+    structured_outputs_backend: str = "auto"
 
     def create_engine_config(self) -> EngineConfig:
         """Raises:

@@ -21,6 +21,7 @@ from weakref import WeakValueDictionary, ref
 
 import numpy as np
 
+from tritonllm.engine import guidance
 from tritonllm.engine.characters import quoted
 from tritonllm.engine.control import MOST_FORCED, mask_of, only_token
 from tritonllm.engine.expressions import ignored, is_endless, too_large
@@ -125,10 +126,17 @@ class Grammars:
         tokenizer: of transformers.
         vocab: size of the model's vocabulary.
         ends: tokens that may end an output, once its grammar lets it end.
+        backend: what makes masks, one of :data:`~tritonllm.config.STRUCTURED_OUTPUTS_BACKENDS`.
+
+    Raises:
+        ValueError: the backend is not installed, and is not the one that is used where nothing else is asked for.
     """
 
-    def __init__(self, tokenizer: Any, vocab: int, ends: frozenset[int]) -> None:
+    def __init__(self, tokenizer: Any, vocab: int, ends: frozenset[int], backend: str = "auto") -> None:
         self._tokenizer, self._vocab, self._ends = tokenizer, vocab, sorted(ends)
+        self._guided = backend == "guidance"
+        if self._guided:
+            guidance.check_installed()
         self._kept: OrderedDict[Any, Future[Any]] = OrderedDict()  # compiled
         self._wanted: WeakValueDictionary[Any, Future[Any]] = WeakValueDictionary()  # to be compiled, for who holds it
         self._compiled: deque[tuple[Any, Future[Any]]] = deque()  # by the threads, and not kept yet
@@ -149,11 +157,16 @@ class Grammars:
         return self._threads.submit(self._make_compiler)
 
     def _make_compiler(self) -> Any:
+        if self._guided:
+            return guidance.GuidanceCompiler(self._tokenizer, self._vocab, self._ends)
         xgrammar = _xgrammar()
         vocabulary = xgrammar.TokenizerInfo.from_huggingface(
             self._tokenizer, vocab_size=self._vocab, stop_token_ids=self._ends
         )
         return xgrammar.GrammarCompiler(vocabulary, max_threads=min(8, os.cpu_count() or 1), cache_enabled=False)
+
+    def _parse_wish(self, wish: StructuredOutputsParams) -> Any:
+        return guidance.parse(wish) if self._guided else parse(wish)
 
     def parse(self, wish: StructuredOutputsParams) -> "Future[Any] | None":
         """Parse a grammar in a thread, for :meth:`compile`, which then waits for nothing and says what is wrong.
@@ -169,7 +182,7 @@ class Grammars:
             return None
         found = self._parsed.get(key)
         if found is None:
-            found = self._parsed[key] = self._parser.submit(parse, wish)
+            found = self._parsed[key] = self._parser.submit(self._parse_wish, wish)
         self._parsed.move_to_end(key)
         done = [one for one, future in self._parsed.items() if future.done()]
         for other in done[: max(0, len(self._parsed) - MOST_KEPT)]:
@@ -189,7 +202,7 @@ class Grammars:
         found = self._find(key)
         if found is None or not _usable(found):
             parsed = self._parsed.get(key)
-            grammar, compiler = parse(wish) if parsed is None else _result(parsed), self._compiler
+            grammar, compiler = self._parse_wish(wish) if parsed is None else _result(parsed), self._compiler
             self._parsed.pop(key, None)  # what is wrong stays, for others that ask for it
             found = self._wanted[key] = Future()
             wanted = ref(found)
@@ -259,7 +272,13 @@ class GrammarControl:
 
     @cached_property
     def matcher(self) -> Any:
-        return _xgrammar().GrammarMatcher(self._compiled.result(timeout=0))
+        compiled = self._compiled.result(timeout=0)
+        return compiled.new_matcher() if self.guided else _xgrammar().GrammarMatcher(compiled)
+
+    @cached_property
+    def guided(self) -> bool:
+        """Whether llguidance makes the masks."""
+        return isinstance(self._compiled.result(timeout=0), guidance.GuidanceGrammar)
 
     def restricts(self, pending: int) -> bool:
         return True
@@ -301,7 +320,7 @@ class GrammarControl:
         try:
             self.matcher.fill_next_token_bitmask(mask[None])
         except Exception:  # in words for its developers
-            logger.exception("xgrammar could not fill a mask")
+            logger.exception("a mask could not be filled")
             self._failure = "structured_outputs: the next token could not be restricted (the log says why)"
             mask.fill(0)
 
@@ -318,7 +337,7 @@ class GrammarControl:
 
 
 def masks_of(controls: Sequence[GrammarControl]) -> np.ndarray:
-    """``[N, ceil(V / 32)]`` int32, the masks of N outputs that may end or go on, in one call of xgrammar's.
+    """``[N, ceil(V / 32)]`` int32, the masks of N outputs that may end or go on; xgrammar's in one call.
 
     64 masks of 151,936 tokens took 0.71 ms one by one, 0.39 so, and 0.67 to 0.94 by xgrammar's threads or Python's (an
     EPYC; `bench/synthetic_vocabulary.py`).
@@ -326,6 +345,11 @@ def masks_of(controls: Sequence[GrammarControl]) -> np.ndarray:
     words = np.empty((len(controls), controls[0].words), dtype=np.int32)
     masks = [*words]
     rows = [row for row, control in enumerate(controls) if not control.write(masks[row])]
+    for row in rows:
+        if controls[row].guided:
+            controls[row].fill(masks[row])
+            controls[row].note(masks[row])
+    rows = [row for row in rows if not controls[row].guided]
     try:
         if rows:
             _batch().batch_fill_next_token_bitmask([controls[row].matcher for row in rows], words, rows)

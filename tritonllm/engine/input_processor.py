@@ -83,6 +83,7 @@ class InputProcessor:
     default_params: of requests that bring none.
     takes_extra_args: there are logits processors, who may read them.
     transfer_params: checks what requests say of other engines; by default those of an engine that asks none.
+    structured_outputs_backend: what makes masks of structured outputs.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class InputProcessor:
         *,
         takes_extra_args: bool = False,
         transfer_params: TransferParams | None = None,
+        structured_outputs_backend: str = "auto",
     ) -> None:
         self._takes_extra_args = takes_extra_args
         self._transfer_params = transfer_params or TransferParams(None)
@@ -105,7 +107,8 @@ class InputProcessor:
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
         self._seed = seed
-        self._grammars = None if tokenizer is None else Grammars(tokenizer, vocab_size, eos_token_ids)
+        backend = structured_outputs_backend
+        self._grammars = None if tokenizer is None else Grammars(tokenizer, vocab_size, eos_token_ids, backend)
         vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
         self._thought, self._marks = thought_tokens(vocabulary), Marks(vocabulary)
         self.default_params = default_params or SamplingParams()

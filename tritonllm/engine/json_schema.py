@@ -35,6 +35,7 @@ _NEED_TYPE = (
     *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minLength", "maxLength", "pattern"),
     *("format", "minItems", "maxItems", "minProperties", "maxProperties", "required"),
 )
+_OVERLAP = "'oneOf' of schemas of which two may be valid ('anyOf' can be kept)"
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _OF_NAME = {"type", "minLength", "maxLength", "pattern", "format", "enum", "const", *_REMARKS}  # in propertyNames
@@ -208,7 +209,7 @@ def _of_alternatives(schema: Mapping[str, Any], chosen: str, document: Document)
     if beside:
         return f"{min(beside)!r} beside {chosen!r}"
     if chosen == "oneOf" and _overlap(schema["oneOf"], document):
-        return "'oneOf' of schemas of which two may be valid ('anyOf' can be kept)"
+        return _OVERLAP
     values = schema["enum"] if chosen == "enum" else [schema.get("const")]
     other = "type" in schema and isinstance(values, list) and not all(_is_of(v, schema["type"]) for v in values)
     return f"a value of {chosen!r} that has not its 'type'" if other else None
@@ -234,6 +235,11 @@ def _of_object(schema: Mapping[str, Any], document: Document) -> str | None:
         both = [name for name in schema.get("properties", ()) if _may_match(pattern, name)]
         if both:
             return f"a pattern of 'patternProperties' that a name of 'properties' matches ({both[0]!r})"
+    return _few_names(schema)
+
+
+def _few_names(schema: Mapping[str, Any]) -> str | None:
+    """Names of other members may come twice, and then they count once."""
     least = schema.get("minProperties", 0)
     if least > 1 + len({*schema.get("required", ())}) and rest_of_object(schema):
         return "'minProperties' above the number of 'required' names and one, where other names are free"
@@ -252,6 +258,17 @@ def _values(schema: Any) -> list[Any] | None:
     if not isinstance(schema, Mapping):
         return None
     return [schema["const"]] if "const" in schema else schema.get("enum")
+
+
+def uncountable(document: Document) -> str | None:
+    """What of a schema no grammar can keep, for it would have to count or compare; ``None`` if nothing."""
+    for part, _ in document.parts:
+        if "oneOf" in part and _overlap(part["oneOf"], document):
+            return _OVERLAP
+        found = _few_names(part)
+        if found is not None:
+            return found
+    return None
 
 
 def _overlap(schemas: list[Any], document: Document) -> bool:

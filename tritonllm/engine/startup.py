@@ -365,6 +365,7 @@ def load_parts(config: EngineConfig, ranks: Ranks) -> Parts:
     inputs = InputProcessor(
         *(tokenizer, spec.vocab_size, limits[1], eos, config.model.seed, defaults),
         takes_extra_args=bool(config.logits_processors),
+        structured_outputs_backend=config.structured_outputs_backend,
         transfer_params=TransferParams(config.kv_transfer_config, tells=True),
     )
     log_ready(spec, config, dtype, device, runner, begin)
