@@ -4,13 +4,12 @@ Each schema comes with an answer that it allows. Both packages compile the schem
 before each of them the mask of the next token is filled. Reported are the milliseconds until a compiled grammar could
 fill its first mask (``first``: compilation and the first mask, since llguidance compiles as it goes), the microseconds
 of the other masks (mean, and the slowest), and how many of the answer's tokens were the only ones allowed (``forced``),
-with blanks as JSON allows them and without any (``forced_compact``). Times are processor time of one thread, without a
-GPU. llguidance is no dependency: ``pip install llguidance`` where this runs.
+with blanks as the engine allows them and without any (``forced_compact``). Times are processor time of one thread,
+without a GPU.
 """
 
 import argparse
 import datetime
-import importlib
 import json
 import platform
 import statistics
@@ -26,6 +25,8 @@ from autotune.revision import commit
 from bench import smollm2
 from bench.host import processor
 from bench.tables import grammars
+from tritonllm.engine import grammar, guidance
+from tritonllm.sampling_params import StructuredOutputsParams
 
 OUT = Path(__file__).parent / "results" / "grammar-backends-cpu.json"
 REPEATS = 5
@@ -113,22 +114,21 @@ def xgrammar_start(tokenizer: Any, vocab: int) -> Start:
 
     def start(schema: dict[str, Any], blanks: bool) -> tuple[Fill, Take]:
         compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
-        matcher = xgrammar.GrammarMatcher(compiler.compile_json_schema(json.dumps(schema), any_whitespace=blanks))
+        wish = StructuredOutputsParams(json=schema, disable_any_whitespace=not blanks)
+        matcher = xgrammar.GrammarMatcher(compiler.compile_grammar(grammar.parse(wish)))
         return lambda mask: matcher.fill_next_token_bitmask(mask), matcher.accept_token
 
     return start
 
 
 def llguidance_start(tokenizer: Any, vocab: int) -> Start:
-    """Grammars of llguidance."""
-    package = importlib.import_module("llguidance")
-    fill = importlib.import_module("llguidance.numpy").fill_next_token_bitmask
-    known = importlib.import_module("llguidance.hf").from_tokenizer(tokenizer, n_vocab=vocab)
+    """Grammars of llguidance, as the engine makes them ready."""
+    compiler = guidance.GuidanceCompiler(tokenizer, vocab, [tokenizer.eos_token_id])
 
     def start(schema: dict[str, Any], blanks: bool) -> tuple[Fill, Take]:
-        how = {"whitespace_flexible": blanks, "item_separator": ", ", "key_separator": ": "}
-        matcher = package.LLMatcher(known, package.LLMatcher.grammar_from_json_schema(json.dumps(schema), how))
-        return lambda mask: fill(matcher, mask, 0), matcher.consume_token
+        wish = StructuredOutputsParams(json=schema, disable_any_whitespace=not blanks)
+        matcher = compiler.compile_grammar(guidance.parse(wish)).new_matcher()
+        return lambda mask: matcher.fill_next_token_bitmask(mask), matcher.accept_token
 
     return start
 
