@@ -28,7 +28,8 @@ class ParallelConfig:
             ``external_launcher`` another program (torchrun) has started them; ``ray`` starts actors of Ray, on one
             machine or on several. ``None`` takes the first of them that can
             hold so many ranks.
-        worker_timeout: seconds that a rank may give no sign of life before the requests end with an error.
+        worker_timeout: seconds that a rank, or the host of one, may give no sign of life before the requests end with
+            an error.
         disable_custom_all_reduce: NCCL sums up what ranks compute, also where their GPUs reach each other's memory.
     """
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 
 import pytest
 from hypothesis import given
@@ -123,7 +124,8 @@ def test_what_is_not_split(pair, path, more):
         ("/v1/chat/completions", {"messages": [{"content": "x" * 60}]}, {"messages": [{"content": "x" * 70}]}),
     ],
 )
-def test_short_prompts_are_not_split(backends, routing, path, short, long):
+def test_short_prompts_are_not_split(backends, routing, path, short, long, caplog):
+    caplog.set_level(logging.INFO)
     prefill, decode = backends(2)
     prefill.more = {"kv_transfer_params": PLACE}
     listed = [BackendConfig(url=prefill.url, name="a", role="prefill"), BackendConfig(url=decode.url, name="b")]
@@ -133,6 +135,9 @@ def test_short_prompts_are_not_split(backends, routing, path, short, long):
     (first,) = bodies(prefill)
     assert first.items() >= long.items()
     assert bodies(decode) == [{"model": "m", **short}, {"model": "m", **long, "kv_transfer_params": PLACE}]
+    router.client.post(path, json={"model": "m", **short})
+    said = "prompts of fewer than 20 tokens (prefill_min_tokens) are not split: they go to a decode backend whole"
+    assert [record.getMessage() for record in caplog.records].count(said) == 1
 
 
 def test_no_client_is_answered_by_a_prefill_backend(pair):

@@ -101,6 +101,15 @@ def test_several_engines(tmp_path, llm):
     assert found == {f"number-{i}": output.outputs[0].text for i, output in enumerate(expected)}
 
 
+def test_without_ray_one_line_says_so(tmp_path, capsys, monkeypatch):
+    """Before a file is read or made."""
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert main(command(tmp_path, "--ray", "2")[3:]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: --ray needs Ray (") and "pip install 'tritonllm[ray]', or leave it out" in line
+    assert not [*tmp_path.iterdir()]
+
+
 def test_engines_are_counted_once(tmp_path, capsys):
     write_requests(tmp_path / "in.jsonl", 1)
     with pytest.raises(SystemExit):

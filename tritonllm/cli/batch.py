@@ -58,6 +58,10 @@ def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
             from tritonllm.serve.batch import open_answers, read_lines
     except ImportError as error:
         raise ImportError(EXTRA.replace("serve needs", "batch needs").format(error)) from error
+    if args.ray:
+        from tritonllm.dist.ray_cluster import import_ray
+
+        import_ray("--ray")  # before a file is read, or made
     with contextlib.ExitStack() as stack:
         try:
             engine, config, at_once = check(args)

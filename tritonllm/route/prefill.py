@@ -9,6 +9,7 @@ import asyncio
 import dataclasses
 import logging
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -30,6 +31,11 @@ LEFT_OUT = (
     *("stream", "stream_options", "n", "best_of", "min_tokens", "max_completion_tokens", "echo", "logprobs"),
     *("top_logprobs", "prompt_logprobs", "response_format", "structured_outputs"),
 )
+NO_PLACE = (
+    "the prefill backend %s answers without kv_transfer_params, so prompts are computed twice: it needs a "
+    "kv_transfer_config with kv_role kv_producer (and the kv_connector Peer, Nixl or CudaIpc)"
+)
+SHORT = "prompts of fewer than %d tokens (prefill_min_tokens) are not split: they go to a decode backend whole"
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -45,12 +51,13 @@ class _Half(NamedTuple):
     body: bytes
 
 
-def first_half(body: bytes, min_tokens: int = 0) -> bytes | None:
+def first_half(body: bytes, min_tokens: int = 0, on_short: Callable[[], object] = lambda: None) -> bytes | None:
     """The body that computes the prompt and one token; ``None`` if it is no request for both halves.
 
     Args:
         body: of the request.
         min_tokens: of its prompts together, by :func:`~tritonllm.route.ask.length`; shorter ones are not split.
+        on_short: called for one that is only too short.
     """
     try:
         fields = _FIELDS.decode(body)
@@ -59,6 +66,7 @@ def first_half(body: bytes, min_tokens: int = 0) -> bytes | None:
     if PARAMS in fields or bytes(fields.get("use_beam_search", b"false")) not in (b"false", b"null"):
         return None
     if sum(length(fields[name]) for name in PROMPTS if name in fields) < min_tokens:
+        on_short()
         return None
     kept: dict[str, Any] = {name: value for name, value in fields.items() if name not in LEFT_OUT}
     return msgspec.json.encode({**kept, "max_tokens": 1, PARAMS: {"do_remote_decode": True}})
@@ -82,13 +90,13 @@ class Prefill:
 
     def __init__(self, pool: Pool, upstream: Upstream, metrics: Metrics) -> None:
         self._pool, self._upstream, self._metrics = pool, upstream, metrics
-        self._config, self._told = pool.config, set[str]()  # backends that name no place, under this configuration
+        self._config, self._told = pool.config, set[str]()  # what was said under this configuration, by its text
 
     async def prepared(self, ask: Ask) -> Ask:
         """The request that is left when its prompt is computed; the same one if nobody has computed it, or should."""
         if not self._pool.has_prefill or ask.method != "POST" or ask.path not in PATHS:
             return ask
-        body = first_half(ask.body, self._pool.config.prefill_min_tokens)
+        body = first_half(ask.body, self._pool.config.prefill_min_tokens, self._tell_of_short_ones)
         if body is None:
             return ask
         try:
@@ -101,7 +109,7 @@ class Prefill:
         rest = second_half(ask.body, answer.body)
         self._metrics.prefilled("no_place" if rest is None else "used")
         if rest is None:
-            self._tell(answer.backend)
+            self._tell(logging.WARNING, NO_PLACE % answer.backend)
             return ask
         return dataclasses.replace(ask, body=rest)
 
@@ -110,17 +118,16 @@ class Prefill:
         logger.info("request %s goes on without prefill: %s", ask.request_id, why)
         return ask
 
-    def _tell(self, backend: str) -> None:
-        """Say once, and again after a new configuration, that a backend's work is of no use."""
+    def _tell_of_short_ones(self) -> None:
+        self._tell(logging.INFO, SHORT % self._pool.config.prefill_min_tokens)
+
+    def _tell(self, level: int, what: str) -> None:
+        """Say it once, and again after a new configuration."""
         if self._config is not self._pool.config:
             self._config, self._told = self._pool.config, set()
-        if backend not in self._told:
-            self._told.add(backend)
-            logger.warning(
-                "the prefill backend %s answers without kv_transfer_params, so prompts are computed twice: it needs "
-                "a kv_transfer_config with kv_role kv_producer (and the kv_connector Peer, Nixl or CudaIpc)",
-                backend,
-            )
+        if what not in self._told:
+            self._told.add(what)
+            logger.log(level, what)
 
     async def _answer(self, ask: Ask) -> _Half:
         config = self._pool.config
