@@ -35,6 +35,7 @@ LAYER = {
     "http_guard": 0,
     "http_heads": 0,
     "http_server": 0,
+    "log_text": 0,
     "lost_hosts": 0,
     "inputs": 0,
     "starting": 0,

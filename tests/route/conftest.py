@@ -32,7 +32,7 @@ class RunningRouter:
         self.config = RouterConfig(backends=listed, **{**QUICK, **options})
         self.router = Router(self.config)
         self._server = ThreadServer(self.router, lifespan="on")
-        self.url, self.run = self._server.url, self._server.run
+        self.url, self.port, self.run = self._server.url, self._server.port, self._server.run
         self.client = make_client(self.url)
 
     def status(self):

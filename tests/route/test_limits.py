@@ -72,6 +72,16 @@ def test_the_most_requests_at_once(backends, routing):
     eventually(lambda: router.client.post(COMPLETE, json=BODY).status_code == 200)
 
 
+def test_a_request_line_is_escaped_in_the_log(backends, routing, caplog):
+    router = routing(backends())
+    with caplog.at_level("INFO", "tritonllm"), socket.create_connection(("127.0.0.1", router.port)) as connection:
+        connection.sendall(b"GET /v1/%0D%0Aforged%1B[31m HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        while connection.recv(1000):
+            pass
+    lines = [record.getMessage() for record in caplog.records if record.name == "tritonllm.route.app"]
+    assert any(line.startswith("GET /v1/") for line in lines) and all(map(str.isprintable, lines))
+
+
 class Endless:
     """A backend that answers as a real one should not: with ``begin``, and then ``more`` again and again. It answers
     probes well, unless ``probes``.

@@ -37,6 +37,7 @@ from tritonllm.cli import (
     tutorial,
 )
 from tritonllm.cli.options import SEVERAL
+from tritonllm.log_text import OTHERS, OneLineFormatter
 from tritonllm.starting import no_searches
 from tritonllm.version import __version__
 
@@ -90,16 +91,19 @@ def make_llm(model: str, **kwargs: Any) -> Any:
 
 @contextmanager
 def logging_to_stderr(verbosity: int) -> Iterator[None]:
-    """Inside the block the package's messages go to stderr: warnings, with 1 information too, with 2 everything."""
+    """Inside the block the package's messages go to stderr: warnings, with 1 information too, with 2 everything. So do
+    warnings of the packages that speak HTTP, which would go there as they are."""
     logger, handler = logging.getLogger("tritonllm"), logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(OneLineFormatter("%(levelname)s %(name)s: %(message)s"))
     before = logger.level
-    logger.addHandler(handler)
+    for each in (logger, *map(logging.getLogger, OTHERS)):
+        each.addHandler(handler)
     logger.setLevel({0: logging.WARNING, 1: logging.INFO}.get(verbosity, logging.DEBUG))
     try:
         yield
     finally:
-        logger.removeHandler(handler)
+        for each in (logger, *map(logging.getLogger, OTHERS)):
+            each.removeHandler(handler)
         logger.setLevel(before)
 
 

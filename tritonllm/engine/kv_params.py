@@ -13,6 +13,7 @@ from typing import Any
 
 from tritonllm.engine.kv_connector import Params
 from tritonllm.kv_transfer_config import CONNECTORS, KVTransferConfig
+from tritonllm.log_text import printable
 
 logger = logging.getLogger(__name__)
 KNOWN = {
@@ -55,7 +56,7 @@ class TransferParams:
         if not self._any_name:
             check_names(params)
         if params.get("do_remote_prefill") is True and self._vain is not None:
-            where = params.get("remote_host"), params.get("remote_port")
+            where = printable(str(params.get("remote_host"))), params.get("remote_port")
             logger.warning("kv_transfer_params name the engine at %.100s:%s, but %s", *where, self._vain)
             self._vain = None
 

@@ -12,6 +12,7 @@ import aiohttp
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from tritonllm.http_guard import Keys, RefusedError, receive_body, request_id_of
+from tritonllm.log_text import printable
 from tritonllm.lost_hosts import end_when_silent
 from tritonllm.route.ask import Ask, header_of, read_fields
 from tritonllm.route.config import NEEDS_RESTART, RouterConfig
@@ -125,7 +126,7 @@ class Router:
             if path not in OPEN_PATHS:
                 took = 1e3 * (time.monotonic() - begin)
                 status = reply.status or CLIENT_LEFT
-                shown = scope["raw_path"].decode("latin-1")  # a decoded path could begin a line of its own
+                shown = printable(scope["raw_path"].decode("latin-1"))
                 logger.info("%s %s %d %.1f ms id=%s %s", scope["method"], shown, status, took, reply.request_id, where)
 
     async def _limited(self, scope: Any, headers: dict[bytes, bytes], receive: Receive, reply: Reply) -> str:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from tritonllm.dist.watch import PARENT_DIED, parent_watch
+from tritonllm.log_text import OTHERS, OneLineFormatter
 
 
 def end_with_parent(folder: str) -> None:
@@ -37,6 +38,7 @@ def log_to_stderr(level: int, replica: int | None = None) -> None:
     """
     handler = logging.StreamHandler(sys.stderr)
     who = "" if replica is None else f"replica {replica}: "
-    handler.setFormatter(logging.Formatter(f"%(levelname)s %(name)s: {who}%(message)s"))
-    logging.getLogger("tritonllm").addHandler(handler)
+    handler.setFormatter(OneLineFormatter(f"%(levelname)s %(name)s: {who}%(message)s"))
+    for name in ("tritonllm", *OTHERS):
+        logging.getLogger(name).addHandler(handler)
     logging.getLogger("tritonllm").setLevel(level)

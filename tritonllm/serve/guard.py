@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from tritonllm.http_guard import Keys, Receive, RefusedError, receive_body, request_id_of
+from tritonllm.log_text import printable
 from tritonllm.serve.config import ServerConfig
 from tritonllm.serve.errors import APIError, error_response
 from tritonllm.serve.pace import Pace
@@ -61,7 +62,9 @@ class Guard:
         finally:
             if scope["path"] not in OPEN_PATHS and not (scope["path"] in WATCHED_PATHS and status == 200):
                 took = 1e3 * (time.monotonic() - begin)
-                logger.info("%s %s %d %.1f ms id=%s", scope["method"], scope["path"], status, took, request_id)
+                logger.info(
+                    "%s %s %d %.1f ms id=%s", scope["method"], printable(scope["path"]), status, took, request_id
+                )
 
     async def _guarded(self, scope: Any, headers: dict[bytes, bytes], receive: Receive, send: Send) -> None:
         if scope["path"] in OPEN_PATHS:

@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tritonllm.http_guard import Keys, RefusedError, receive_body, request_id_of
+from tritonllm.log_text import printable
 from tritonllm.route.app import OPEN_PATHS, PASSED, PASSED_PATHS
 from tritonllm.route.ask import Ask, header_of, read_fields
 from tritonllm.route.errors import RouteError
@@ -78,7 +79,7 @@ class Ingress:
             if path not in OPEN_PATHS:
                 took = 1e3 * (time.monotonic() - begin)
                 status = reply.status or CLIENT_LEFT
-                logger.info("%s %r %d %.1f ms id=%s", scope["method"], path, status, took, reply.request_id)
+                logger.info("%s %s %d %.1f ms id=%s", scope["method"], printable(path), status, took, reply.request_id)
 
     def _ask(self, scope: Any, path: str, headers: dict[bytes, bytes], body: bytes, request_id: str) -> Ask:
         query = scope.get("query_string", b"").decode("latin-1")
