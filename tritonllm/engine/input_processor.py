@@ -251,7 +251,8 @@ class InputProcessor:
         given, ids = prompt["token_type_ids"], prompt.get("prompt_token_ids")
         types = None
         if holds_tokens(given):
-            types = [kind.tolist() if is_array(kind) else kind for kind in to_list(given)]
+            listed: list[Any] = to_list(given)
+            types = [kind.tolist() if is_array(kind) else kind for kind in listed]
         if given is not None and (types is None or not holds_tokens(ids) or len(types) != len(to_list(ids))):
             raise ValueError("prompt['token_type_ids'] must have one entry for each of prompt['prompt_token_ids']")
         return {key: value for key, value in prompt.items() if key != "token_type_ids"}, types  # type: ignore[return-value]
