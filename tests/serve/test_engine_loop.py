@@ -16,6 +16,7 @@ from support.waiting import eventually
 from tritonllm.engine.request import PACKED
 from tritonllm.engine.results import StepTimeoutError
 from tritonllm.engine.stats import EngineStats
+from tritonllm.serve import engine_process
 from tritonllm.serve.engine_process import EngineLoop
 from tritonllm.serve.messages import Abort, Add, Call, News, Stats, Stop, pack_params
 
@@ -88,6 +89,24 @@ def test_each_client_gets_its_own():
     assert {update.request_id for update in socket.updates(THEIRS)} == {"b"}
     assert last_of(socket.updates(MINE), "a").finished
     assert last_of(socket.updates(THEIRS), "b").outputs[0].finish_reason == "length"
+    assert everything_is_free(engine)
+
+
+def test_a_burst_of_requests_does_not_hold_up_those_that_run(monkeypatch):
+    """Each of them takes as long as may be spent on messages between two steps."""
+    monkeypatch.setattr(engine_process, "TAKING", 0.0)
+    engine, told = tiny_llm().engine, []
+
+    class Watched(Socket):
+        def recv_multipart(self, flags):
+            told.append(len(self.updates()))
+            return super().recv_multipart(flags)
+
+    socket = Watched((MINE, add("a", 30)), *((MINE, add(f"b{i}", 3)) for i in range(10)))
+    EngineLoop(engine, socket).run()
+    assert told[0] < told[5] < told[9], "a had tokens while the others came"
+    for request_id in ("a", *(f"b{i}" for i in range(10))):
+        assert last_of(socket.updates(), request_id).finished
     assert everything_is_free(engine)
 
 

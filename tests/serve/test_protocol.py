@@ -32,6 +32,7 @@ from tritonllm.serve.pooling_protocol import (
 )
 from tritonllm.serve.protocol import (
     MAX_FIELDS,
+    MAX_IDS,
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_PROMPTS,
@@ -224,6 +225,7 @@ FIELDS = {
     "messages": (CHAT, {**TALK, "messages": [{"role": "user", "content": "x"}] * MAX_MESSAGES}, 400),  # too many tokens
     "parts": (CHAT, {**TALK, "messages": [{"role": "user", "content": [TEXT] * MAX_PARTS}]}, 400),  # as those
     "tools": (CHAT, {**TALK, "messages": [{"role": "user", "content": "x"}], "tools": [TOOL] * MAX_TOOLS}, 200),
+    "tokens": ("/detokenize", {"model": MODEL, "tokens": list(range(2048)) * (MAX_IDS // 2048)}, 200),
     "fields": (COMPLETIONS, {**STORY, **dict.fromkeys(WORDS, 1)}, 400),
     "wrong entries": (COMPLETIONS, {**STORY, "prompt": [1, "a"] * 100_000}, 400),
 }

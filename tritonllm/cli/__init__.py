@@ -50,7 +50,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         words = {word.partition("=")[0] for word in message.split()} if "unrecognized" in message else set()
         for name, keywords in SEVERAL.items():
-            if words & {f"--{name}", keywords["short"]}:
+            if words & {f"--{name}", keywords["also"]}:
                 message += f": serve and batch have --{name}, and LLM has {name.replace('-', '_')}"
         super().error(message)
 

@@ -19,6 +19,7 @@ from tritonllm.serve.async_llm import AsyncLLM
 from tritonllm.serve.config import ServerConfig
 from tritonllm.serve.errors import APIError, as_api_error, error_body
 from tritonllm.serve.fields import IgnoredFields, shown
+from tritonllm.serve.pace import Pace
 from tritonllm.serve.parsing.choose import TOOL_PARSERS, choose
 from tritonllm.serve.protocol import Body
 from tritonllm.serve.replies import DONE, as_json, event
@@ -26,6 +27,7 @@ from tritonllm.serve.room import QueueFullError, sequences_of
 from tritonllm.serve.tokenizing import Params
 
 T = TypeVar("T")
+AT_ONCE = 8  # requests of bodies with several prompts that begin in one turn of the event loop
 CLIENT_LEFT = 499  # nobody reads the answer; the log shows why there is none
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
 
@@ -48,6 +50,7 @@ class Service:
         self.llm = llm
         self._ignored = IgnoredFields(count_ignored)
         self.config = config
+        self._pace = Pace(AT_ONCE)
         tokenizer = llm.inputs.tokenizer
         self.formats = choose(tokenizer, config.chat_template, config.tool_call_parser, config.reasoning_parser)
         if config.enable_auto_tool_choice and self.formats.tools is None:
@@ -138,6 +141,7 @@ class Service:
         self, start: Callable[[], AsyncGenerator[Any, None]], params: Params
     ) -> AsyncGenerator[Any, None]:
         """One request of several of a body: where others fill the queue meanwhile, it waits until it is taken."""
+        await self._pace.turn()
         while True:
             await self.llm.wait_for_room(params)
             try:

@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections import deque
 from collections.abc import Iterable
 from concurrent import futures
@@ -64,6 +65,7 @@ METHODS = ("sleep", "wake_up", "reload_weights", "reset_prefix_cache", "expert_l
 WAITING = ("sleep", "reload_weights")  # for the requests that are unfinished
 Params = SamplingParams | BeamSearchParams | PoolingParams
 AT_ONCE = 0.001  # seconds that a request's grammar may take to be parsed while nothing else happens
+TAKING = 0.02  # seconds of messages between two steps, from the first one on
 ONLY_PARSING = 0.02  # seconds between two looks at the messages while grammars are parsed and nothing runs
 ONLY_SAVING = 0.05  # seconds between two looks at the statistics while blocks are saved and nothing runs
 
@@ -264,7 +266,9 @@ class EngineLoop:
         return [pack_output(one) if isinstance(one, RequestOutput) else pack_pooled(one) for one in outputs]
 
     def _take_messages(self, block: bool) -> list[Update]:
-        """Do what the messages say that have arrived; with ``block``, wait for the first, while nothing else changes.
+        """Do what the messages say that have arrived; with ``block``, wait for the first,
+        while nothing else changes. If there is something to run,
+        what comes when :data:`TAKING` is over waits for the next time: 2,000 requests would hold up a step for 0.3 s.
 
         Returns:
             Refusals and the last outputs of what was aborted.
@@ -272,13 +276,16 @@ class EngineLoop:
         updates: list[Update] = []
         if block and self._engine.is_saving:
             block = bool(self._socket.poll(int(1000 * ONLY_SAVING)))
-        flags = 0 if block else zmq.NOBLOCK
-        while not self._stopped:
+        flags, end = 0 if block else zmq.NOBLOCK, None
+        while not self._stopped and (
+            end is None or time.monotonic() < end or not self._engine.has_unfinished_requests()
+        ):
             try:
                 client, data = self._socket.recv_multipart(flags)
             except zmq.Again:
                 break
             flags = zmq.NOBLOCK
+            end = time.monotonic() + TAKING if end is None else end
             if client not in self._clients:
                 self._clients.add(client)
                 self._sent = Stats()  # a newcomer has not heard of them

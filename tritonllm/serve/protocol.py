@@ -36,7 +36,7 @@ MAX_PROMPTS = 2048  # of one request
 MAX_MESSAGES = 8192
 MAX_PARTS = 16384  # of all messages of a request together
 MAX_TOOLS = 1024
-MAX_IDS = 1 << 20  # tokens to detokenize
+MAX_IDS = 1 << 18  # tokens to detokenize: the tokenizer lets nobody else run for 0.1 s
 MAX_FIELDS = 256  # of a body, and variables of a template
 # Entries that a field may have, under its name in any body. They are counted before anything else is done.
 MOST_ENTRIES = {
