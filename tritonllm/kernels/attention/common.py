@@ -100,6 +100,14 @@ def attend(
     BLOCK_N: tl.constexpr,
 ):
     """Attend to keys [lo, hi) and return the new (b_acc, b_m, b_l)."""
+    # In float32 queries are scaled before the products, which then are the logits base 2. Elsewhere they would lose
+    # precision, so the scale becomes part of the multiply-add before exp2. That does not round the product, of which
+    # the maximum is the rounded one: the largest weight is not 1 but 2^x, where x is up to half a unit in the last
+    # place of the logit. All weights have that factor, which is of no consequence up to logits of 2^28 (x = 8). From
+    # 2^29 on float16 cannot hold it, from 2^32 on float32.
+    SCALED: tl.constexpr = b_q.dtype == tl.float32 and not SOFTCAP and not ALIBI
+    if SCALED:
+        b_q *= scale * LOG2E
     b_dim = tl.arange(0, BLOCK_D)
     m_dim = b_dim < HEAD_SIZE
     # A tile's block ids are loaded one tile ahead: were they loaded with it, the compiler's pipeline would hold them in
@@ -129,7 +137,7 @@ def attend(
             if WINDOW:
                 m_s = m_s & (b_key[None, :] >= b_begin[:, None])
             b_s = tl.where(m_s, b_s, float("-inf"))
-        if SOFTCAP or ALIBI:
+        if SOFTCAP or ALIBI or SCALED:
             b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
             b_p = tl.exp2(b_s - b_m_new[:, None])
         else:  # the scale becomes part of the multiply-add before exp2
@@ -163,7 +171,7 @@ def start_softmax(sink_ptr, b_head, m_row, BLOCK_M: tl.constexpr):
     if sink_ptr is not None:
         b_sink = tl.load(sink_ptr + b_head, mask=m_row, other=float("-inf")).to(tl.float32) * LOG2E
         b_m = tl.maximum(b_sink, LOWEST)
-        b_l = tl.exp2(b_sink - b_m)
+        b_l = tl.where(b_sink == float("-inf"), 0.0, 1.0)  # 2^(sink - maximum), of which no product is contracted
     else:
         b_m = tl.full([BLOCK_M], LOWEST, tl.float32)
         b_l = tl.zeros([BLOCK_M], tl.float32)

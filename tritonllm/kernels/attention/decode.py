@@ -265,6 +265,11 @@ def paged_decode_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of one query token per sequence, the last, over the sequence's keys and values in blocks.
 
+    Logits (products times ``scale``) of float32 queries may have any size that float32 holds. Of 16-bit ones they may
+    have up to 1e8, of either sign: beyond that outputs may not be finite. Log-sum-exps are float32, too: where several
+    programs share a sequence's keys, those in different parts are weighed as exactly as that says, which is to a
+    relative error of 1e-7 times the logit.
+
     Args:
         q: ``[B, H, D]`` float16, bfloat16 or float32; D a multiple of 8 from 16 to 512. May be a slice of a wider
             tensor: only the last dimension must be contiguous (here and in the caches).

@@ -204,7 +204,8 @@ def varlen_prefill_attention(
     """Attention of the last tokens of each sequence over the sequence's keys and values in blocks.
 
     The keys and values of the new tokens must be in the cache already. Sequences may bring any number of tokens, one
-    or none included, so prefills, prefill chunks and decodes mix in one batch.
+    or none included, so prefills, prefill chunks and decodes mix in one batch. How large logits may be:
+    :func:`~tritonllm.kernels.paged_decode_attention`.
 
     Args:
         q: ``[T, H, D]``, the sequences' new tokens one after the other. Dtypes, head sizes and strides as in

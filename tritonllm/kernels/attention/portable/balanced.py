@@ -115,6 +115,9 @@ def _attend(
     # To add up a row is work for several warps together if the tile is low: then each column keeps a sum until the end.
     SUMS: tl.constexpr = BLOCK_N if BLOCK_M == 16 and b_q.dtype != tl.float32 else 1
     b_l = tl.zeros([BLOCK_M, SUMS], tl.float32)
+    SCALED: tl.constexpr = b_q.dtype == tl.float32 and not SOFTCAP and not ALIBI  # see common.attend
+    if SCALED:
+        b_q *= (b_scale * LOG2E)[:, None]
     last = hi - 1
     # A tile's block ids are loaded one tile ahead: were they loaded with it, the compiler's pipeline would hold them in
     # shared memory and start the key loads a stage later.
@@ -148,7 +151,7 @@ def _attend(
         if WINDOW:
             m_s = m_s & (b_key[None, :] >= b_begin[:, None])
         b_s = tl.where(m_s, b_s, float("-inf"))
-        if SOFTCAP or ALIBI:
+        if SOFTCAP or ALIBI or SCALED:
             b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
             b_p = tl.exp2(b_s - b_m_new[:, None])
         else:  # the scale becomes part of the multiply-add before exp2

@@ -36,8 +36,8 @@ def _load_pages(p_k, p_v, b_block, b_key, m_key, b_dim, strides, BLOCK_SIZE: tl.
 
 
 @triton.jit
-def _weigh(b_acc, b_m, b_l, b_s, b_v, m_key, b_distance, b_slope, scale, softcap, SOFTCAP: tl.constexpr,
-           ALIBI: tl.constexpr):  # fmt: skip
+def _weigh(b_acc, b_m, b_l, b_s, b_v, m_key, b_distance, b_slope, scale, softcap, SCALED: tl.constexpr,
+           SOFTCAP: tl.constexpr, ALIBI: tl.constexpr):  # fmt: skip
     """Add the values ``[N, D]`` of a tile by the weights of its logits ``[N, C]``: the new (b_acc, b_m, b_l)."""
     if SOFTCAP:
         b_s = soft_cap(b_s * (scale * LOG2E), softcap * LOG2E)
@@ -46,7 +46,7 @@ def _weigh(b_acc, b_m, b_l, b_s, b_v, m_key, b_distance, b_slope, scale, softcap
     if ALIBI:
         b_s += b_slope[None, :] * b_distance.to(tl.float32)[:, None]
     b_s = tl.where(m_key[:, None], b_s, float("-inf"))
-    if SOFTCAP or ALIBI:
+    if SOFTCAP or ALIBI or SCALED:
         b_m_new = tl.maximum(b_m, tl.max(b_s, 0))
         b_p = tl.exp2(b_s - b_m_new[None, :])
     else:  # the scale becomes part of the multiply-add before exp2
@@ -162,8 +162,11 @@ def attend_to_part(
     )
     b_m, b_l = start_softmax(sink_ptr, b_head, m_row & (part == 0), COLUMNS)  # a sink counts once
     b_acc = tl.zeros([BLOCK_D, COLUMNS], tl.float32)
+    SCALED: tl.constexpr = b_q.dtype == tl.float32 and not FLAGS[6] and slope_ptr is None  # see common.attend
+    if SCALED:
+        b_q *= scale * LOG2E
     b_s = tl.dot(b_k.to(b_q.dtype), b_q, input_precision="ieee")  # [N, C]
-    rest = (scale, softcap, FLAGS[6], slope_ptr is not None)
+    rest = (scale, softcap, SCALED, FLAGS[6], slope_ptr is not None)
     b_far = b_key - (seq_len - 1)
     b_acc, b_m, b_l = _weigh(b_acc, b_m, b_l, b_s, b_v.to(b_q.dtype), m_key, b_far, b_slope, *rest)
     if lo < start:
