@@ -4,6 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
+from support.random_texts import allows, compiled
+from support.random_texts import compiler as new_compiler
 from xgrammar.testing import _is_grammar_accept_string
 
 from tritonllm.engine.expressions import (
@@ -11,7 +13,9 @@ from tritonllm.engine.expressions import (
     MOST_REPEATS_IN_ALL,
     MOST_RULES,
     ignored,
+    is_endless,
     too_large,
+    without_dots,
 )
 from tritonllm.engine.grammar import parse
 from tritonllm.sampling_params import StructuredOutputsParams
@@ -80,6 +84,22 @@ def test_whatever_stands_in_a_pattern(pattern):
     assert isinstance(ignored(pattern), str | None)
 
 
+def test_expressions_that_are_too_large_for_an_automaton_are_kept_as_well():
+    compiler = new_compiler()
+    for pattern, right, wrong in (
+        (r"(\w+\s?){1,300}", ["a b", "ab c "], ["a  b", "", "-"]),
+        ("a{11000}", ["a" * 11000], ["a" * 10999]),
+        (r"(.|[.]){0,1500}\.", ["a.", ".."], ["a\n.", "a"]),
+    ):
+        grammar = compiled(compiler, regex=pattern)
+        assert all(allows(grammar, text) for text in right) and not any(allows(grammar, text) for text in wrong)
+
+
+@pytest.mark.parametrize("pattern", ["a.b", r"a\.[.]", "(?:.)", ".{2}"])
+def test_dots(pattern):
+    assert without_dots(pattern) == re.sub(r"(?<![\\[])\.", lambda _: r"[^\n\r\u2028\u2029]", pattern)
+
+
 @given(st.text("a^$()|*+", max_size=10))
 def test_without_its_anchors_a_pattern_matches_the_same(pattern):
     """Or else it is refused, for xgrammar leaves anchors out."""
@@ -100,3 +120,25 @@ def test_a_choice_is_the_text_to_the_letter(text):
     choice = parse(StructuredOutputsParams(choice=[text]))
     assert _is_grammar_accept_string(choice, text)
     assert not _is_grammar_accept_string(choice, text + "a") and not _is_grammar_accept_string(choice, text[:-1])
+
+
+@pytest.mark.parametrize(
+    ("grammar", "endless"),
+    [
+        ("root ::= root", True),
+        ('root ::= "a" root', True),
+        ('root ::= x\nx ::= "a" (x | x "b")', True),
+        ('root ::= "b" y{1,2}\ny ::= y', True),
+        ('root ::= root | "a"', False),
+        ("root ::= (root)*", False),
+        ('root ::= x{0,2} [x"] "x ::= root" # root\nx ::= x', False),
+        ('root ::= ("a" root)? "b"', False),
+        ("root ::= [a-z]+ (=x)\nx ::= x", False),
+        ('root ::= Regex("^a")', False),
+    ],
+)
+def test_grammars_that_never_end(grammar, endless):
+    assert is_endless(grammar) == endless
+    if endless:
+        with pytest.raises(ValueError, match="grammar cannot be used: no text of its rule 'root' ever ends"):
+            parse(StructuredOutputsParams(grammar=grammar))

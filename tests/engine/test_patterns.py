@@ -105,6 +105,7 @@ def test_what_matches_is_allowed(compiler, pattern, text):
         ("(a{100}){200}", "more than 10000 characters, repetitions counted"),
         ("a{0,1001}", "more than 1000 places where a text may go on in several ways"),
         ("(a|b)*a(a|b){14}", "more than 10000 states"),
+        ("(a|aa|aaa|aaaa){0,1000}", "too many ways in which a text may match it"),
     ],
 )
 def test_what_cannot_be_followed_is_named(pattern, message):

@@ -84,6 +84,11 @@ def ignored(pattern: str) -> str | None:
     return "'$' before other characters" if _is_inner("$", reversed(parts), ")", "(") else None
 
 
+def without_dots(pattern: str) -> str:
+    """A regular expression with a class in the place of each dot, which xgrammar would let match line breaks, too."""
+    return "".join("[^\\n\\r\\u2028\\u2029]" if piece == "." else piece for piece in _REGEX.findall(pattern))
+
+
 def _is_inner(anchor: str, parts: Iterable[str], opening: str, closing: str) -> bool:
     """Whether something else may come before an anchor, or behind it, with the parts and brackets reversed."""
     before, around = False, list[bool]()  # around: before each group that is open

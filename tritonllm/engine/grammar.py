@@ -24,10 +24,10 @@ import numpy as np
 from tritonllm.engine import guidance
 from tritonllm.engine.characters import quoted
 from tritonllm.engine.control import MOST_FORCED, mask_of, only_token
-from tritonllm.engine.expressions import ignored, is_endless, too_large
+from tritonllm.engine.expressions import ignored, is_endless, too_large, without_dots
 from tritonllm.engine.grammar_rules import Rules
 from tritonllm.engine.json_schema import malformed, unsupported
-from tritonllm.engine.patterns import Unreadable, whole
+from tritonllm.engine.patterns import TooLarge, Unreadable, whole
 from tritonllm.engine.schema_document import Document
 from tritonllm.engine.schema_grammar import any_json, grammar_of
 from tritonllm.sampling_params import StructuredOutputsParams
@@ -59,9 +59,11 @@ def parse(wish: StructuredOutputsParams) -> Any:
         large = too_large(name, value)
         if large is not None:
             raise ValueError(f"structured_outputs: {name} has {large}: make it smaller")
-    text = value if name == "grammar" else written(wish)
     try:
+        text = value if name == "grammar" else written(wish)
         parsed = grammar.from_ebnf(text)
+    except TooLarge:
+        return _repeating(grammar, value)
     except RuntimeError as error:
         raise ValueError(f"structured_outputs: {name} cannot be used: {_PLACE.sub('', str(error)).strip()}") from error
     if name == "grammar" and is_endless(str(parsed)):
@@ -74,6 +76,7 @@ def written(wish: StructuredOutputsParams) -> str:
 
     Raises:
         ValueError: it is wrong, or cannot be kept.
+        TooLarge: an expression whose automaton would be too large.
     """
     if wish.json is not None:
         return _schema(wish)
@@ -94,9 +97,19 @@ def _expression(regex: str) -> str:
     rules = Rules()
     try:
         rules.define("root", whole(regex, rules))
+    except TooLarge:
+        raise
     except Unreadable as error:
         raise ValueError(f"structured_outputs: regex cannot be used: it has {error}") from error
     return str(rules)
+
+
+def _repeating(grammar: Any, regex: str) -> Any:
+    """A large expression as xgrammar itself writes it: with repetitions, in which a mask takes some milliseconds."""
+    try:
+        return grammar.from_regex(without_dots(regex))
+    except RuntimeError as error:
+        raise ValueError(f"structured_outputs: regex cannot be used: {_PLACE.sub('', str(error)).strip()}") from error
 
 
 def _schema(wish: StructuredOutputsParams) -> str:

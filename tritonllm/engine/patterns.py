@@ -40,11 +40,16 @@ _COUNT = re.compile(r"\{(\d+)(?:(,)(\d*))?\}")
 _GROUP = re.compile(r"\((?:\?:|\?P?<[A-Za-z_]\w*>)?")
 MOST_PLACES = 10_000  # characters of an expression, each repetition counted: "a{3}" has three
 MOST_STATES = 10_000  # of an automaton
+MOST_WORK = 300_000  # places that are looked at to make an automaton: half a second
 MOST_RULES = 1000  # of an automaton: some milliseconds each to compile
 
 
 class Unreadable(ValueError):
     """An expression that cannot be followed; says what is in it."""
+
+
+class TooLarge(Unreadable):
+    """One whose automaton would be too large."""
 
 
 @dataclass
@@ -76,10 +81,17 @@ class _Places:
     def __init__(self) -> None:
         self.characters = list[Ranges]()
         self.follow = list[int]()
+        self._work = 0
+
+    def spend(self, places: int) -> None:
+        """Before a set of places is looked at."""
+        self._work += places.bit_count()
+        if self._work > MOST_WORK:
+            raise TooLarge("too many ways in which a text may match it")
 
     def _add(self, characters: Ranges, follow: int) -> int:
         if len(self.follow) >= MOST_PLACES:
-            raise Unreadable(f"more than {MOST_PLACES} characters, repetitions counted")
+            raise TooLarge(f"more than {MOST_PLACES} characters, repetitions counted")
         self.characters.append(characters)
         self.follow.append(follow)
         return len(self.follow) - 1
@@ -98,6 +110,7 @@ class _Places:
 
     def link(self, last: int, first: int) -> None:
         """Let places follow others."""
+        self.spend(last)
         for at in _bits(last):
             self.follow[at] |= first
 
@@ -184,7 +197,7 @@ def _written(states: list[_State], spell: Callable[[Ranges], list[str]], end: st
 
     names = {at: rules.name() for at in range(len(states)) if at == 0 or (states[at].ways and not goes_on(at))}
     if len(names) > MOST_RULES:
-        raise Unreadable(f"more than {MOST_RULES} places where a text may go on in several ways")
+        raise TooLarge(f"more than {MOST_RULES} places where a text may go on in several ways")
 
     def behind(at: int) -> str:
         row = list[str]()
@@ -215,6 +228,7 @@ def _automaton(pattern: str, anywhere: bool) -> list[_State]:
         for members, characters in classes:
             matched = following & members
             if matched and matched not in known:
+                places.spend(matched)
                 known[matched] = 0
                 for at in _bits(matched):
                     known[matched] |= follow[at]
@@ -222,7 +236,7 @@ def _automaton(pattern: str, anywhere: bool) -> list[_State]:
                 ways.setdefault(known[matched], []).extend(characters)
         states.append(_State(bool(following & end), [(union(some), after) for after, some in ways.items()]))
         if len(order) > MOST_STATES:
-            raise Unreadable(f"more than {MOST_STATES} states")
+            raise TooLarge(f"more than {MOST_STATES} states")
         for after in ways:
             if after not in numbers:
                 numbers[after] = len(order)

@@ -266,9 +266,10 @@ class EngineLoop:
         return [pack_output(one) if isinstance(one, RequestOutput) else pack_pooled(one) for one in outputs]
 
     def _take_messages(self, block: bool) -> list[Update]:
-        """Do what the messages say that have arrived; with ``block``, wait for the first,
-        while nothing else changes. If there is something to run,
-        what comes when :data:`TAKING` is over waits for the next time: 2,000 requests would hold up a step for 0.3 s.
+        """Do what the messages say that have arrived; with ``block``, wait for the first, while nothing else changes.
+
+        If there is something to run, what comes when :data:`TAKING` is over waits for the next time: 2,000 requests
+        would hold up a step for 0.3 s.
 
         Returns:
             Refusals and the last outputs of what was aborted.
