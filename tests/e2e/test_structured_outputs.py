@@ -167,6 +167,8 @@ def test_json_parses_and_validates(llm, schemas, temperature, as_text):
         completion = output.outputs[0]
         assert output.error is None and completion.finish_reason == "stop", completion.text
         assert valid(schema, json.loads(completion.text)), completion.text
+        outside = re.sub(r'"(\\.|[^"\\])*"', '""', completion.text)
+        assert as_text or not re.search(r"(?<![,:])\s|\s\s", outside), completion.text
 
 
 REGEXES = (

@@ -10,6 +10,7 @@ from tritonllm.engine.grammar import parse
 from tritonllm.engine.json_schema import MOST_BRANCHES, MOST_DEPTH, MOST_GROUPS, MOST_OPTIONAL, malformed, unsupported
 from tritonllm.sampling_params import StructuredOutputsParams
 
+OVERLAP = "'oneOf' of schemas of which two may be valid ('anyOf' can be kept)"
 WRONG = {"not": {"type": "null"}}
 
 
@@ -29,6 +30,16 @@ def test_ordinary_schemas_are_taken(schema):
         {"enum": ["a", "b"], "type": "string", "title": "T"},
         {"anyOf": [{"type": "integer", "multipleOf": 2}, {"type": "null"}], "default": None},
         {"allOf": [{"type": "integer", "minimum": 3}]},
+        {"oneOf": [{"type": "integer"}, {"type": "string"}, {"type": ["null", "boolean"]}]},
+        {"oneOf": [{"enum": [1, "1"]}, {"const": True}, {"type": "array"}]},
+        {
+            "oneOf": [{"$ref": "#/$defs/1"}, {"$ref": "#/$defs/2"}],  # as pydantic writes a union with a tag
+            "discriminator": {"propertyName": "a"},
+            "$defs": {
+                str(n): {"type": "object", "properties": {"a": {"const": n, "type": "integer"}}, "required": ["a"]}
+                for n in (1, 2)
+            },
+        },
         {"type": "array", "items": {"type": "null"}, "uniqueItems": False, "minItems": 1},
         {"type": ["string", "null"], "enum": ["a", None]},
         {"type": ["integer", "boolean"], "enum": [1, 2.0, True]},
@@ -90,6 +101,27 @@ def test_what_is_ignored_is_found_wherever_it_stands(around):
             {"type": "object", "properties": {"x": {}}, "propertyNames": {"type": "string", "pattern": "^a$"}},
             "'propertyNames' beside 'properties'",
         ),
+        (
+            {"type": "object", "propertyNames": {"anyOf": [{"type": "string"}]}},
+            "'propertyNames' that is more than a form of strings ('anyOf')",
+        ),
+        (
+            {"type": "object", "propertyNames": {"type": "null"}},
+            "'propertyNames' that is more than a form of strings ('type')",
+        ),
+        ({"patternProperties": {"^a": {}, "^b": {}}}, "'patternProperties' of more than one pattern"),
+        (
+            {"patternProperties": {"^a": {}}, "properties": {"ab": {}}},
+            "a pattern of 'patternProperties' that a name of 'properties' matches ('ab')",
+        ),
+        (
+            {"type": "object", "minProperties": 2},
+            "'minProperties' above the number of 'required' names and one, where other names are free",
+        ),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, OVERLAP),
+        ({"oneOf": [{"enum": [1, 2]}, {"const": 2.0}]}, OVERLAP),
+        ({"oneOf": [{"type": "string"}, {"enum": [1, "a"]}]}, OVERLAP),
+        ({"oneOf": [{"properties": {"a": {"const": 1}}}, {"properties": {"a": {"const": 2}}}]}, OVERLAP),
     ],
 )
 def test_what_is_ignored_in_part_is_named(schema, found):
@@ -151,6 +183,26 @@ def test_a_wrong_value_of_a_keyword_is_an_error_and_no_crash(keyword):
         ({"allOf": 3}, "'allOf' must be a list of schemas, got 3"),
         ({"anyOf": []}, "'anyOf' must be a list of schemas, got"),
         ({"type": "string", "format": ["date"]}, "'format' must be a string"),
+        ({"type": []}, "'type' must name one at least, got \\[\\]"),
+        ({"type": ["string", "text"]}, "'type' must be of string, number, .*, integer, got \\['string', 'text'\\]"),
+        ({"enum": []}, "'enum' must name one at least, got \\[\\]"),
+        ({"enum": [*range(10_001)]}, "'enum' has 10001 values, more than 10000"),
+        ({"type": "string", "maxLength": -1}, "'maxLength' must be an integer of at least 0, got -1"),
+        ({"type": "string", "minLength": 1.5}, "'minLength' must be an integer of at least 0, got 1.5"),
+        ({"type": "string", "maxLength": True}, "'maxLength' must be an integer of at least 0, got True"),
+        ({"type": "string", "maxLength": 10**6}, "'maxLength' must be at most 100000, got 1000000"),
+        ({"type": "string", "minLength": 3, "maxLength": 2}, "'minLength' is above 'maxLength'"),
+        ({"type": "array", "minItems": 3, "maxItems": 2}, "'minItems' is above 'maxItems'"),
+        ({"type": "integer", "minimum": "1"}, "'minimum' must be a number, got '1'"),
+        ({"type": "integer", "exclusiveMinimum": True}, "'exclusiveMinimum' must be a number, got True"),
+        ({"type": "integer", "multipleOf": 0}, "'multipleOf' must be a number above 0, got 0"),
+        ({"type": "array", "items": [{}]}, "'items' must be a schema, got \\[{}\\]"),
+        ({"anyOf": [3]}, "'anyOf' must be a list of schemas, got \\[3\\]"),
+        ({"properties": {"a": 3}}, "'properties' must hold schemas, got {'a': 3}"),
+        ({"$ref": 3}, "'\\$ref' must be a string, got 3"),
+        ({"$ref": "defs.json#/T"}, "'\\$ref' must name a schema that is in it, got 'defs.json#/T'"),
+        ({"$ref": "#"}, "'\\$ref' leads back to itself: '#'"),
+        ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "no value is valid"),
     ],
 )
 def test_what_is_malformed_is_named(schema, message):

@@ -12,7 +12,7 @@ from support.random_texts import allows, random_text
 from support.random_texts import compiler as new_compiler
 
 from tritonllm.engine.grammar_rules import Rules
-from tritonllm.engine.patterns import Unreadable, whole, within_json
+from tritonllm.engine.patterns import TooLarge, Unreadable, whole, within_json
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +116,14 @@ def test_what_cannot_be_followed_is_named(pattern, message):
 def test_a_class_and_its_complement_are_all(compiler):
     for pattern in (r"[\s\S]", r"[\d\Dx]", r"[^x]|x"):
         assert all(allows(for_output(compiler, pattern), c) for c in "x\n\r\u2028\ufeff\x1c5٣😀")
+
+
+def test_all_expressions_of_a_grammar_together_are_limited():
+    """Each alone takes a tenth of a second of the thread that parses, and Python runs one thread at a time."""
+    rules = Rules()
+    with pytest.raises(TooLarge, match="too many ways"):
+        for _ in range(200):
+            within_json("^[a-z]{1500}$", rules)
 
 
 def test_a_dot_is_no_line_break(compiler):

@@ -2,9 +2,14 @@
 
 
 class Rules:
-    """Names and bodies. The first is ``root``; equal bodies that need no name before are one rule."""
+    """Names and bodies. The first is ``root``; equal bodies that need no name before are one rule.
+
+    Attributes:
+        work: what it took to write them, as who writes them counts it.
+    """
 
     def __init__(self) -> None:
+        self.work = 0
         self._bodies: dict[str, str] = {"root": '""'}
         self._names = dict[str, str]()
 

@@ -40,7 +40,7 @@ _COUNT = re.compile(r"\{(\d+)(?:(,)(\d*))?\}")
 _GROUP = re.compile(r"\((?:\?:|\?P?<[A-Za-z_]\w*>)?")
 MOST_PLACES = 10_000  # characters of an expression, each repetition counted: "a{3}" has three
 MOST_STATES = 10_000  # of an automaton
-MOST_WORK = 300_000  # places that are looked at to make an automaton: half a second
+MOST_WORK = 500_000  # places that are looked at to make all automata of a grammar: about a second
 MOST_RULES = 1000  # of an automaton: some milliseconds each to compile
 
 
@@ -78,15 +78,15 @@ class _Open:
 class _Places:
     """The places of an expression: which characters may be there, and which places behind each."""
 
-    def __init__(self) -> None:
+    def __init__(self, rules: Rules) -> None:
         self.characters = list[Ranges]()
         self.follow = list[int]()
-        self._work = 0
+        self._rules = rules
 
     def spend(self, places: int) -> None:
-        """Before a set of places is looked at."""
-        self._work += places.bit_count()
-        if self._work > MOST_WORK:
+        """Before so many places are looked at."""
+        self._rules.work += places
+        if self._rules.work > MOST_WORK:
             raise TooLarge("too many ways in which a text may match it")
 
     def _add(self, characters: Ranges, follow: int) -> int:
@@ -110,7 +110,7 @@ class _Places:
 
     def link(self, last: int, first: int) -> None:
         """Let places follow others."""
-        self.spend(last)
+        self.spend(last.bit_count())
         for at in _bits(last):
             self.follow[at] |= first
 
@@ -165,7 +165,7 @@ def whole(pattern: str, rules: Rules) -> str:
     Raises:
         Unreadable: see the class.
     """
-    return _written(_automaton(pattern, anywhere=False), lambda characters: [one_of(characters)], '""', rules)
+    return _written(_automaton(pattern, rules, anywhere=False), lambda characters: [one_of(characters)], '""', rules)
 
 
 def within_json(pattern: str, rules: Rules) -> str:
@@ -174,7 +174,7 @@ def within_json(pattern: str, rules: Rules) -> str:
     Raises:
         Unreadable: see the class.
     """
-    return _written(_automaton(pattern, anywhere=True), spellings, '"\\""', rules)
+    return _written(_automaton(pattern, rules, anywhere=True), spellings, '"\\""', rules)
 
 
 def _written(states: list[_State], spell: Callable[[Ranges], list[str]], end: str, rules: Rules) -> str:
@@ -212,9 +212,9 @@ def _written(states: list[_State], spell: Callable[[Ranges], list[str]], end: st
     return names[0]
 
 
-def _automaton(pattern: str, anywhere: bool) -> list[_State]:
+def _automaton(pattern: str, rules: Rules, anywhere: bool) -> list[_State]:
     """The first state is where a text begins. Each one leads to one where it may end."""
-    places = _Places()
+    places = _Places(rules)
     part = _read(pattern, places, anywhere)
     end = 1 << len(places.follow)
     follow = [after | (end if part.last >> at & 1 else 0) for at, after in enumerate(places.follow)]
@@ -224,11 +224,12 @@ def _automaton(pattern: str, anywhere: bool) -> list[_State]:
     states = list[_State]()
     known = dict[int, int]()  # what follows places that have matched
     for following in order:  # which grows
+        places.spend(len(classes) * (1 + len(follow) // 256))
         ways = dict[int, list[tuple[int, int]]]()
         for members, characters in classes:
             matched = following & members
             if matched and matched not in known:
-                places.spend(matched)
+                places.spend(matched.bit_count())
                 known[matched] = 0
                 for at in _bits(matched):
                     known[matched] |= follow[at]
