@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tritonllm.engine.expressions import MOST_CHOICES, ignored, too_large
+from tritonllm.engine.expressions import ignored, too_large
 from tritonllm.engine.schema_document import (
     ALL_TYPES,
     OF_LIST,
@@ -112,8 +112,8 @@ def _wrong_keywords(part: Mapping[str, Any]) -> Iterator[str]:
     if kinds == [] or part.get("enum", [None]) == [] or not isinstance(part.get("enum", []), list):
         name = "type" if kinds == [] else "enum"
         yield f"{name!r} must name one at least, got {_short(part[name])}"
-    if len(part.get("enum", ())) > MOST_CHOICES:
-        yield f"'enum' has {len(part['enum'])} values, more than {MOST_CHOICES}"
+    if len(part.get("enum", ())) > MAX_CHOICES:
+        yield f"'enum' has {len(part['enum'])} values, more than {MAX_CHOICES}"
     if any(
         pattern.count("(") > MOST_GROUPS for pattern in (part.get("pattern", ""), *part.get("patternProperties", ()))
     ):
