@@ -88,7 +88,7 @@ def test_drafts_change_no_kind_of_request(folder):
     kinds = [
         greedy(40),
         SamplingParams(temperature=1.0, top_p=0.9, seed=1, max_tokens=40, ignore_eos=True),
-        SamplingParams(temperature=1.0, seed=2, max_tokens=40, stop_token_ids=list(range(0, 151936, 16))),
+        SamplingParams(temperature=1.0, seed=2, max_tokens=40, stop_token_ids=list(range(0, 151936, 40))),
         SamplingParams(temperature=0.5, seed=3, max_tokens=30, frequency_penalty=1.0, repetition_penalty=1.2),
         SamplingParams(temperature=1.0, seed=4, max_tokens=20, logprobs=2, prompt_logprobs=1),
         SamplingParams(temperature=1.0, seed=5, max_tokens=35, min_tokens=20, logit_bias={7: 5.0}),

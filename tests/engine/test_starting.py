@@ -1,10 +1,12 @@
 import gc
+import os
+import signal
 import subprocess
 import sys
 
 import pytest
 
-from tritonllm.starting import no_searches, run_spawned
+from tritonllm.starting import later, no_searches, run_spawned
 
 
 @pytest.fixture(autouse=True)
@@ -62,3 +64,21 @@ def test_a_spawned_process_imports_its_function_without_searches(tmp_path, monke
     run_spawned("of_a_new_process", "main", told, 5)
     del sys.modules["of_a_new_process"]
     assert told == [(False, True, 5)]
+
+
+def test_signals_come_when_what_they_must_not_break_off_is_done():
+    done = []
+
+    def stop(number, frame):
+        done.append("stopped")
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        with pytest.raises(KeyboardInterrupt), later(signal.SIGINT):
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+            done.append("done")
+        assert done == ["done", "stopped"] and signal.getsignal(signal.SIGINT) is stop
+    finally:
+        signal.signal(signal.SIGINT, before)

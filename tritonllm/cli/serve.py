@@ -13,7 +13,7 @@ from tritonllm import env
 from tritonllm.cli.options import ENGINE, SEVERAL, add_options, given
 from tritonllm.cli.pooling_options import POOLING
 from tritonllm.config import POLICIES, EngineConfig
-from tritonllm.starting import no_searches
+from tritonllm.starting import no_searches, stopped_by_sigterm
 
 DESCRIPTION = """\
 Serve a model over HTTP with OpenAI's API. It listens on this machine only unless you give --host. SIGTERM or Ctrl-C
@@ -239,6 +239,11 @@ def check_tls(certfile: str, keyfile: str) -> None:
 
 
 def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
+    with stopped_by_sigterm("stopped before the model was loaded") as go_on:
+        return _run(args, go_on)
+
+
+def _run(args: argparse.Namespace, go_on: Callable[[], None]) -> int:
     try:
         engine, config = check(args)
     except ValueError as error:
@@ -256,4 +261,5 @@ def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
     package = logging.getLogger("tritonllm")
     if not args.quiet:  # a server tells where it listens, and a line for each request
         package.setLevel(min(package.level, logging.INFO))
+    go_on()
     return serve(engine, config, max_queue=args.max_queue, log_level=package.level, end=end_without_threads)

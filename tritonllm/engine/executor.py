@@ -11,13 +11,11 @@ import multiprocessing
 import multiprocessing.util
 import os
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from multiprocessing.process import BaseProcess
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Protocol
 
 import torch
@@ -36,7 +34,7 @@ from tritonllm.engine.step import FREE, Restrictions, Step
 from tritonllm.engine.step_bytes import pack
 from tritonllm.engine.worker import START_PATIENCE
 from tritonllm.models.interface import CausalLM
-from tritonllm.starting import run_spawned
+from tritonllm.starting import later, run_spawned
 
 FAREWELL = 3.0  # seconds in which a worker ends by itself once it was told to
 
@@ -65,8 +63,9 @@ class SpawnedRanks(Ranks):
                 target = "tritonllm.engine.worker", "run_worker"
                 arguments = (*target, self._config, rank, port, mailbox, theirs)
                 process = spawn.Process(target=run_spawned, args=arguments, name=f"tritonllm-rank-{rank}")
-                process.start()
-                processes[rank] = process
+                with later(signal.SIGINT, signal.SIGTERM):  # one that has begun without its arguments would tell
+                    process.start()
+                    processes[rank] = process
                 theirs.close()
             self.watch = Watch(
                 processes,
@@ -207,7 +206,7 @@ class GroupExecutor:
         self._ranks.check()
         if self._broken is not None:
             raise WorkerError(f"the ranks have ended, since a step was broken off: {self._broken}; make a new engine")
-        with _later_interrupts():
+        with later(signal.SIGINT):  # half a step on one rank would end them all
             try:
                 running = work()
             except BaseException as error:
@@ -219,22 +218,6 @@ class GroupExecutor:
             running.watch(self._ranks.check)
             self._claims.note(running.evidence)
         return running
-
-
-@contextmanager
-def _later_interrupts() -> Iterator[None]:
-    """Ctrl-C inside the block comes when it ends: half a step on one rank would end them all."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[tuple[int, FrameType | None]] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if came and callable(before):
-            before(*came[0])
 
 
 def _leave(met: list[Team]) -> None:

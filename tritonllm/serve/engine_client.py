@@ -6,6 +6,7 @@ import multiprocessing
 import multiprocessing.util
 import os
 import shutil
+import signal
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from tritonllm.dist.lockstep import ExpertPlace
 from tritonllm.dist.watch import UNGUARDED
 from tritonllm.serve.messages import Abort, Failed, News, Ready, Stop, ToEngine
 from tritonllm.serve.profiling import ProfilerConfig
-from tritonllm.starting import run_spawned
+from tritonllm.starting import later, run_spawned
 
 logger = logging.getLogger(__name__)
 GRACE = 5.0  # seconds that the engine process has to end by itself
@@ -37,9 +38,9 @@ def _end(process: BaseProcess, folder: str, owner: int) -> None:
     """Kill the process, if it still runs, and remove its sockets. A fork of the owner does nothing."""
     if os.getpid() != owner:
         return
-    if process.is_alive():
+    if process.pid is not None:  # it has begun
         process.kill()
-    process.join()
+        process.join()
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -176,16 +177,17 @@ class EngineProcess:
         target = "tritonllm.serve.engine_process", "run_engine"  # this process does without what it imports
         arguments = (*target, config, self.folder, theirs, log_level, seen, profiler, replica, place)
         self.process = spawn.Process(target=run_spawned, args=arguments, name="tritonllm-engine")
-        try:
-            self.process.start()
-        except BaseException:  # a script without a guard, whose import here would start processes again
-            shutil.rmtree(self.folder, ignore_errors=True)
-            raise
-        theirs.close()
         # At exit before multiprocessing joins its children: it would wait for an engine that nobody has stopped.
         self.kill = multiprocessing.util.Finalize(
             self, _end, args=(self.process, self.folder, os.getpid()), exitpriority=100
         )
+        try:
+            with later(signal.SIGINT, signal.SIGTERM):  # one that has begun without its arguments would tell
+                self.process.start()
+        except BaseException:  # a script without a guard, whose import here would start processes again
+            self.kill()
+            raise
+        theirs.close()
 
     def await_ready(self) -> Ready:
         """Raises:

@@ -17,7 +17,7 @@ from tritonllm import env
 from tritonllm.config import EngineConfig
 from tritonllm.dist.watch import PARENT_DIED, kill, parent_watch
 from tritonllm.serve.child_process import log_to_stderr
-from tritonllm.starting import run_spawned
+from tritonllm.starting import later, run_spawned
 
 logger = logging.getLogger(__name__)
 DONE = 0
@@ -50,18 +50,20 @@ def follow_the_first(config: EngineConfig, place: env.Launched, drain_seconds: f
     reports, theirs = spawn.Pipe(duplex=False)
     arguments = ("tritonllm.serve.launched", "run_rank", config, place, theirs, log_level)
     process = spawn.Process(target=run_spawned, args=arguments, name=f"tritonllm-rank-{place.rank}")
-    started = False
+    started, said = False, ""
 
     def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal said
         signal.signal(number, lambda number, frame: sys.exit(DONE))  # who asks twice does not wait
+        said = "stopped" if started else "stopped while the model was loaded"  # not here: it may be in what is said
         if started:
             process.join(drain_seconds)
-        logger.info("stopped" if started else "stopped while the model was loaded")
         sys.exit(DONE)
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        process.start()
+        with later(signal.SIGINT, signal.SIGTERM):  # one that has begun without its arguments would tell
+            process.start()
         theirs.close()
         wait([reports, process.sentinel])
         if (report := _read(reports)) == READY:
@@ -78,6 +80,8 @@ def follow_the_first(config: EngineConfig, place: env.Launched, drain_seconds: f
         if process.pid is not None:
             kill(process)
             process.join()
+        if said:
+            logger.info(said)
 
 
 def _check_end(process: BaseProcess, place: env.Launched, report: str | ValueError | None) -> None:

@@ -9,7 +9,6 @@ import resource
 import signal
 import socket
 import stat
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from types import FrameType
@@ -24,10 +23,11 @@ from tritonllm.serve.config import ServerConfig
 from tritonllm.serve.engine_client import EngineClient
 from tritonllm.serve.launched import follow_the_first, other_rank
 from tritonllm.serve.several import run_several
-from tritonllm.starting import leave_out_of_searches
+from tritonllm.starting import leave_out_of_searches, stopped_by_sigterm
 
 logger = logging.getLogger(__name__)
 DONE, FAILED = 0, 1
+WHILE_LOADING = "stopped while the model was loaded"
 OPEN_FILES = 65536  # that a server would like: each connection is one, and shells allow 1024
 
 
@@ -153,16 +153,16 @@ def serve(
     place = other_rank(engine)
     if place is not None:
         return follow_the_first(engine, place, config.drain_seconds, log_level)
-    check_connector(engine)
-    sock = bind(config)
-    raise_file_limit()
-    with closing(sock), removing(config.uds):
-        if config.api_server_count > 1:
-            with _sigterm_ends():
+    with stopped_by_sigterm(WHILE_LOADING) as check:
+        check_connector(engine)
+        sock = bind(config)
+        raise_file_limit()
+        with closing(sock), removing(config.uds):
+            if config.api_server_count > 1:
                 client = EngineClient(engine, log_level, profiler=config.profiler_config)
-            where = address_of(config, sock)
-            return run_several(client, engine, config, sock, where, max_queue=max_queue, log_level=log_level)
-        with _sigterm_ends():
+                check()
+                where = address_of(config, sock)
+                return run_several(client, engine, config, sock, where, max_queue=max_queue, log_level=log_level)
             llm = AsyncLLM(
                 engine,
                 max_queue=max_queue,
@@ -170,31 +170,16 @@ def serve(
                 profiler_config=config.profiler_config,
                 max_restarts=config.restart,
             )
-        try:
-            status = _serve(llm, config, sock)
-        finally:
-            llm.shutdown()
-    if llm.is_in_long_text:
-        end(status)
-    return status
+            try:
+                status = _serve(llm, config, sock, check)
+            finally:
+                llm.shutdown()
+        if llm.is_in_long_text:
+            end(status)
+        return status
 
 
-@contextmanager
-def _sigterm_ends() -> Iterator[None]:
-    """Inside the block SIGTERM ends the process with status 0, and an engine that is starting with it."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        logger.info("stopped while the model was loaded")
-        sys.exit(DONE)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _serve(llm: AsyncLLM, config: ServerConfig, sock: socket.socket) -> int:
+def _serve(llm: AsyncLLM, config: ServerConfig, sock: socket.socket, check: Callable[[], None]) -> int:
     app = make_app(llm, config)
     server = Server(settings_of(app, config), app, llm, config.drain_seconds)
 
@@ -207,7 +192,9 @@ def _serve(llm: AsyncLLM, config: ServerConfig, sock: socket.socket) -> int:
     leave_out_of_searches()  # what lives as long as the server is not searched for garbage while streams wait
     listen(sock)
     logger.info("serving %s on %s", ", ".join(config.model_names), address_of(config, sock))
+    check()
     server.run(sockets=[sock])
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends already
     if llm.errored:
         return FAILED
     logger.info("stopped")
