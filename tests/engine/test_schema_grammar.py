@@ -38,7 +38,9 @@ FORMAT_CHECKS: dict[str, Callable[[str], Any]] = {
 }
 CHECKER = FormatChecker(())
 for _name, _check in FORMAT_CHECKS.items():
-    CHECKER.checks(_name, raises=ValueError)(lambda text, check=_check: check(text) is not None)
+    CHECKER.checks(_name, raises=ValueError)(
+        lambda value, check=_check: not isinstance(value, str) or check(value) is not None
+    )
 
 
 @pytest.fixture(scope="module")
