@@ -115,6 +115,9 @@ def test_forms(over_bytes, wish, right, wrong):
         ({"json": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}, "json has 'oneOf'"),
         ({"json": {"type": "object", "minProperties": 3}}, "json has 'minProperties'"),
         ({"json": {"anyOf": [{"$id": "a", "type": "null"}]}}, "json has an '\\$id' within it"),
+        ({"json": {"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}}, "json has 'exclusiveMinimum' beside"),
+        ({"json": {"type": "string", "pattern": r"^[\x00-\x1f]$"}}, "json has a pattern with ranges of control"),
+        ({"json": {"const": {"a": [-(2**70)]}}}, "json has integers beyond 64 bits"),
         ({"json": "{"}, "json is not a JSON schema"),
     ],
 )

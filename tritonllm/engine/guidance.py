@@ -8,6 +8,7 @@ The package ``llguidance`` (Microsoft) follows Earley's parser with a lexer of r
 """
 
 import json
+import re
 from collections.abc import Mapping
 from copy import deepcopy
 from importlib import import_module
@@ -24,6 +25,8 @@ from tritonllm.sampling_params import StructuredOutputsParams
 _BLANKS = r"( |\n {0,32}|\n\t{0,8})?"  # between two tokens of JSON
 _TIGHT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _FREE = {"whitespace_pattern": _BLANKS}
+_BOUNDS = ("exclusiveMinimum", "exclusiveMaximum", "minimum", "maximum")
+_CONTROLS = re.compile(r"\\(x|u00)[01][0-9a-fA-F]-|[\x00-\x1f]-")
 _MIXED = ("$ref", "anyOf", "oneOf")
 
 
@@ -90,12 +93,26 @@ def _schema(value: str | Mapping[str, Any]) -> Any:
     wrong = malformed(document)
     if wrong is not None:
         raise ValueError(f"structured_outputs: json is not a JSON schema that can be followed: {wrong}")
-    found = uncountable(document)
+    found = uncountable(document) or next((_misread(part) for part, _ in document.parts if _misread(part)), None)
     if found is None and any("$id" in part for part, _ in document.parts if part is not schema):
         found = "an '$id' within it (references are looked up in the whole)"
     if found is not None:
         raise ValueError(f"structured_outputs: json has {found}, which a grammar cannot keep an output to: drop it")
     return _closed(schema)
+
+
+def _misread(part: Mapping[str, Any]) -> str | None:
+    """What llguidance 1.9.1 lets pass though it is not valid; ``None`` if nothing is known."""
+    bounds = [name for name in _BOUNDS if name in part]
+    if len(bounds) > 1 and part.get("type") != "integer" and any(name.startswith("exclusive") for name in bounds):
+        return f"{bounds[0]!r} beside {bounds[1]!r} of numbers"  # above 0 and below 0.5 it takes 0
+    values = json.dumps([part.get("const"), part.get("enum")])
+    if any(abs(int(digits)) >= 2**63 for digits in re.findall(r"(?<![\w.])-?\d{19,1000}(?![\w.])", values)):
+        return "integers beyond 64 bits"  # which it rounds
+    for pattern in (part.get("pattern", ""), *part.get("patternProperties", ())):
+        if _CONTROLS.search(pattern):  # with [\x00-\x1f] it takes a quote
+            return "a pattern with ranges of control characters"
+    return None
 
 
 def _closed(schema: Any) -> Any:
