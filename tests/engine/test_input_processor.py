@@ -1,7 +1,8 @@
-"""What a prompt may be; those that are far too long are refused by their beginning."""
+"""What a prompt may be; those that are far too long are refused by their beginning; bad words are tokenized once."""
 
 import re
 from array import array
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -16,6 +17,7 @@ from tritonllm.demo import model_path
 from tritonllm.engine.chat import ChatOptions, render
 from tritonllm.engine.input_processor import SURELY_QUICK, InputProcessor
 from tritonllm.inputs import as_list
+from tritonllm.sampling_params import SamplingParams
 
 MOST = 64  # max_model_len
 
@@ -181,3 +183,48 @@ def test_what_a_prompt_has_beside_tokens_is_named(inputs, name, value):
     ):
         with pytest.raises(ValueError, match=f"prompt must be a string, .*, got a dict with .*{name}"):
             inputs.tokenize(prompt)
+
+
+WORDS = ("dog", " dog", "the little dog", "dog", "é", "\n")
+
+
+def test_bad_words_are_the_same_one_by_one_and_together(inputs):
+    """At the start of a text and after a space, each sequence once."""
+    encode = partial(inputs.tokenizer._tokenizer.encode, add_special_tokens=False)
+    expected = []
+    for word in WORDS:
+        for ids in map(tuple, map(encode, (word, " " + word.lstrip()))):
+            if ids and ids not in expected:
+                expected.append(ids)
+    assert inputs.bad_words(SamplingParams(bad_words=WORDS)) == tuple(expected)
+    assert inputs.bad_words(SamplingParams()) == ()
+
+
+def test_bad_words_are_tokenized_once(inputs):
+    params = SamplingParams(bad_words=WORDS)
+    words, read = inputs.bad_words(params), inputs.tokenizer.read
+    prompt = inputs.tokenize([1, 2])
+    assert inputs.requests("a", prompt, params, 0, 0)[0].bad_words == words  # of the request's other prompts
+    assert inputs.tokenizer.read == read > 0
+    known = replace(prompt, bad_words=((7, 8),))  # by another process
+    other = SamplingParams(bad_words=["little"])
+    assert inputs.requests("b", known, other, 0, 1)[0].bad_words == ((7, 8),)
+    assert inputs.tokenizer.read == read
+
+
+@pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids", "logit_bias"])
+def test_token_ids_are_of_the_vocabulary(inputs, name):
+    for last, fits in ((inputs.vocab_size - 1, True), (inputs.vocab_size, False)):
+        params = SamplingParams(**{name: {1: 1.0, last: 1.0} if name == "logit_bias" else [last, 1]})
+        if fits:
+            assert inputs.take_params(params) == params
+        else:
+            with pytest.raises(ValueError, match=f"^{name} has token {last}, but the vocabulary ends at {last - 1}"):
+                inputs.take_params(params)
+
+
+def test_no_more_tokens_are_allowed_than_there_are():
+    few = InputProcessor(None, 8, MOST, frozenset({0}), 0)
+    assert few.take_params(SamplingParams(allowed_token_ids=[1] * 8)).allowed_token_ids == [1] * 8
+    with pytest.raises(ValueError, match=r"^allowed_token_ids has 9 entries, more than the vocabulary \(8\)"):
+        few.take_params(SamplingParams(allowed_token_ids=[1] * 9))

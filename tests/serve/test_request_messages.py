@@ -1,3 +1,7 @@
+import dataclasses
+import json
+
+import msgspec
 import pytest
 from support.engines import tiny_checkpoint
 
@@ -5,10 +9,10 @@ from tritonllm.beam_search_params import BeamSearchParams
 from tritonllm.engine.input_processor import InputProcessor
 from tritonllm.engine.tokenizer import load_tokenizer
 from tritonllm.pooling_params import PoolingParams
-from tritonllm.sampling_params import RequestOutputKind, SamplingParams
+from tritonllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from tritonllm.serve import request_messages
 from tritonllm.serve.collector import Collector
-from tritonllm.serve.messages import unpack_params
+from tritonllm.serve.messages import Add, unpack_params
 from tritonllm.serve.pooling_messages import PoolingCollector
 
 PROMPT = InputProcessor(None, 50, 32, frozenset({0}), 0).tokenize({"prompt_token_ids": [1, 2, 3], "cache_salt": "s"})
@@ -38,6 +42,25 @@ def test_who_makes_the_text(tokenizer, fields, engine_does):
     """The engine only where it has to find stop strings in it."""
     message, _ = request_messages.generation("a", PROMPT, SamplingParams(**fields), 0, tokenizer)
     assert unpack_params(message.params).detokenize == engine_does
+
+
+def test_what_the_engine_would_do_between_steps_is_done():
+    """Bad words are tokens, and a schema is text, which it compares with others as it is."""
+    schema = {"type": "object", "properties": {"é\ud800": {"type": "string"}}}
+    params = SamplingParams(bad_words=["x"], structured_outputs=StructuredOutputsParams(json=schema))
+    prompt = dataclasses.replace(PROMPT, bad_words=((4, 5), (6,)))
+    message, _ = request_messages.generation("a", prompt, params, 0, None)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=Add).bad_words == ((4, 5), (6,))
+    text = unpack_params(message.params).structured_outputs.json
+    assert isinstance(text, str) and json.loads(text) == schema
+    assert params.structured_outputs.json is schema
+    endless = {}
+    endless["items"] = endless
+    for wrong in ({"const": {1, 2}}, endless):
+        params = SamplingParams(structured_outputs={"json": {"type": "object"}})
+        object.__setattr__(params.structured_outputs, "json", wrong)
+        with pytest.raises(ValueError, match=r"^structured_outputs: json is not a JSON schema"):
+            request_messages.generation("a", PROMPT, params, 0, None)
 
 
 def test_prompts_that_are_not_continued():

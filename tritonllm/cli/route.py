@@ -75,7 +75,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "also": "--h11-max-incomplete-event-size",
         "type": int,
         "metavar": "N",
-        "help": "longest request line and headers of a request, together (default: 64 KiB)",
+        "help": "longest request line and headers of a request, together, in bytes (default: 65536)",
     },
     "max-header-count": {
         "also": "--h11-max-header-count",

@@ -50,7 +50,6 @@ MOST_ENTRIES = {
     "system": MAX_PARTS,
     "tools": MAX_TOOLS,
     "tokens": MAX_IDS,
-    "include": MAX_FIELDS,
     "chat_template_kwargs": MAX_FIELDS,
     **dict.fromkeys(("text_1", "text_2", "data_1", "data_2", "queries", "documents"), MAX_PROMPTS),
 }
