@@ -126,6 +126,18 @@ def test_more_than_there_are_seats_run_one_after_the_other():
     assert all(r.status is RequestStatus.FINISHED_LENGTH for r in requests) and used(scheduler) == 0
 
 
+def test_the_only_one_that_is_left_goes_without_drafts_rather_than_not_at_all():
+    """Its tail is a block that it cannot have for them."""
+    scheduler = make_scheduler(5, block_size=2, drafts=7)
+    first, second, third = add_siblings(scheduler, "r", 1, 3, 20)
+    run(scheduler)
+    scheduler.abort(first.request_id)
+    assert second.tail == third.tail is not None
+    plan = scheduler.schedule()
+    assert [(item.request, item.drafts) for item in plan.scheduled] == [(second, 0)]
+    assert plan.preempted == (third,)
+
+
 def test_they_are_preempted_together():
     scheduler = make_scheduler(12, seats=4)
     alone = add(scheduler, "a", 4, 100)

@@ -331,7 +331,11 @@ class Scheduler:
             if last > len(request.block_ids) * size:  # one step of a request in `size`
                 needed = self._blocks_for(last) - len(request.block_ids)
                 while needed > self.pool.num_free and request.status is RequestStatus.RUNNING:
-                    preempted += self._roster.preempt_last()
+                    if drafts and len(self._running) == 1:  # it has the pool, but for its tail
+                        drafts, last = 0, min(end + request.num_possible_tokens, request.length_limit - 1)
+                        needed = self._blocks_for(last) - len(request.block_ids)
+                    else:
+                        preempted += self._roster.preempt_last()
                 if request.status is not RequestStatus.RUNNING:
                     break  # it was the last itself: those before it are scheduled, and none is left behind it
                 request.block_ids += self.pool.allocate_many(needed)
