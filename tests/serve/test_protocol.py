@@ -129,7 +129,7 @@ def test_the_first_wrong_entry_ends_the_check(wrong):
 
 
 def test_ignored_fields_may_be_as_large_as_they_like():
-    for name in HARMLESS - CompletionRequest.model_fields.keys():
+    for name in HARMLESS - CompletionRequest.model_fields.keys() - MOST_ENTRIES.keys():
         CompletionRequest.model_validate({"prompt": "x", name: {str(i): "x" for i in range(1000)}})
 
 

@@ -51,6 +51,7 @@ MOST_ENTRIES = {
     "tools": MAX_TOOLS,
     "tokens": MAX_IDS,
     "chat_template_kwargs": MAX_FIELDS,
+    "metadata": MAX_FIELDS,
     **dict.fromkeys(("text_1", "text_2", "data_1", "data_2", "queries", "documents"), MAX_PROMPTS),
 }
 PROMPTS = ("prompt", "input")  # the tokens of one, several prompts, or messages
