@@ -357,6 +357,8 @@ class Scheduler:
 
     def _place_of_waiting(self) -> int:
         """Where the first waiting request comes among those that run: before all of lower priority."""
+        if self.config.policy == "fcfs":
+            return len(self._running)
         return first_behind(self._running, self._waiting.first())
 
     def _new_share(self) -> PromptShare:
