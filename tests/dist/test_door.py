@@ -4,6 +4,7 @@ import queue
 import secrets
 import socket
 import threading
+import time
 from contextlib import contextmanager
 
 import psutil
@@ -238,6 +239,17 @@ def test_strangers_who_say_nothing_do_not_keep_ranks_out(door, monkeypatch):
     finally:
         for stranger in strangers:
             stranger.close()
+
+
+def test_a_stranger_who_says_a_byte_now_and_then_does_not_keep_a_place(door, monkeypatch):
+    monkeypatch.setattr(module, "PROOF", 0.3)
+    with socket.create_connection(door.address) as stranger:
+        stranger.settimeout(PATIENCE)
+        assert stranger.recv(4096)
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            for _ in range(module._HELLO.size - 1):  # all of them would be answered with an end at once
+                stranger.sendall(b"a")
+                time.sleep(0.05)
 
 
 def test_what_ends_once_it_is_told_to_is_no_news(door, ended):

@@ -91,14 +91,20 @@ class Sealed:
         return data
 
 
-def _read(connection: socket.socket, size: int) -> bytes:
+def _read(connection: socket.socket, size: int, seconds: float | None = None) -> bytes:
     """So many bytes; fewer only at the end, and then none.
+
+    Args:
+        seconds: in which all of them must have come.
 
     Raises:
         ConnectionError: the end came in their middle.
+        TimeoutError: they did not come in time.
     """
-    data = b""
+    data, end = b"", None if seconds is None else time.monotonic() + seconds
     while len(data) < size:
+        if end is not None:  # of all together: a byte now and then does not keep a place
+            connection.settimeout(max(end - time.monotonic(), 1e-3))
         more = connection.recv(size - len(data))
         if not more:
             if data:
@@ -213,7 +219,7 @@ class Door:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         ours = secrets.token_bytes(NONCE)
         connection.sendall(ours)
-        hello = _read(connection, _HELLO.size)
+        hello = _read(connection, _HELLO.size, PROOF)
         if not hello:
             raise ConnectionError("it said nothing")
         purpose, rank, _, proof = _HELLO.unpack(hello)
