@@ -170,11 +170,17 @@ class Door:
         self._unproven = threading.BoundedSemaphore(MOST_UNPROVEN)
         self._connections = _Connections()
         self._connections.add(self._listening)
+        self._watched, self._changed = 0, threading.Condition()
         _thread(self._accept)
 
     def hush(self) -> None:
         """What ends from here on was told to."""
         self._on_end = None
+
+    def wait_for_ends(self, seconds: float) -> None:
+        """Until all ranks that have come in have ended, or left; so long at most."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._watched, seconds)
 
     def close(self) -> None:
         """End all connections; may be called again."""
@@ -234,10 +240,16 @@ class Door:
     def _watch(self, connection: socket.socket, rank: int, host: str) -> None:
         end_when_silent(connection, self._patience)
         error: OSError | None = None
+        with self._changed:
+            self._watched += 1
         try:
             connection.recv(1)
         except OSError as silent:
             error = silent
+        finally:
+            with self._changed:
+                self._watched -= 1
+                self._changed.notify_all()
         if self._on_end is not None:
             self._on_end(rank, host, error)
 

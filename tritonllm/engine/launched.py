@@ -45,6 +45,7 @@ from tritonllm.lost_hosts import break_connections
 logger = logging.getLogger(__name__)
 CPU = torch.device("cpu")
 IDLE = 86400.0 * 365  # seconds that a rank waits for a step
+FAREWELL = 5.0  # seconds in which the other ranks leave once they were told that no step will come
 MOST_BYTES = 1 << 30  # of a message: block tables of thousands of the longest sequences
 FORGED = "what came as a step is not what rank 0 sent: somebody else has sent it, changed it, or sent an old one again"
 UNPROTECTED = (
@@ -105,20 +106,22 @@ class Leaving:
     Attributes:
         wire, team: what it is in.
         owner: the process that is to leave; a fork of it is not.
-        hush: what ends from here on was told to.
+        begin: called first: what ends from here on was told to.
+        done: called last, when this rank needs the others no more.
         farewell: the others wait for steps, and are told that no more will come. Those that still load do not listen.
     """
 
     wire: Wire
     team: Team
     owner: int
-    hush: Callable[[], object]
+    begin: Callable[[], object]
+    done: Callable[[], object]
     farewell: bool = False
 
     def __call__(self) -> None:
         if os.getpid() != self.owner:
             return
-        self.hush()
+        self.begin()
         if self.farewell:
             self.farewell = False
             try:
@@ -127,6 +130,7 @@ class Leaving:
                 logger.debug("the other ranks could not be told to end: %s", error)
         self.team.shut()
         self.wire.group.shut()
+        self.done()
 
 
 class LaunchedRanks(Ranks):
@@ -153,7 +157,8 @@ class LaunchedRanks(Ranks):
         self._place, self._patience, self._parallel = place, config.step_timeout, config.parallel
         self._met: list[Team] = []
         self.failure = GroupFailure(partial(_leave, self._met))  # without this object: its end ends what watches
-        self._hush: Callable[[], object] = lambda: None
+        self._hush: Callable[[], object] = lambda: None  # what ends from here on was told to
+        self._done: Callable[[], object] = lambda: None
         self._leaving: Leaving | None = None
         self._finalizer: multiprocessing.util.Finalize | None = None
 
@@ -194,6 +199,8 @@ class LaunchedRanks(Ranks):
         door = Door(host, secret, port, patience=patience, on_end=partial(self._on_end, self.failure))
         weakref.finalize(self, door.close)
         self._hush, self._secret = door.hush, secret
+        # NCCL still asks the store on a rank that leaves it
+        self._done = partial(door.wait_for_ends, FAREWELL)
         return door.address[1]
 
     def _enter(self, host: str, port: int, secret: bytes) -> tuple[Any, str]:
@@ -201,7 +208,7 @@ class LaunchedRanks(Ranks):
         own, entrance = own_address(host, port), Entrance((host, port), secret, self._place.rank)
         weakref.finalize(self, entrance.close)
         self._store, self._secret = dist.TCPStore("127.0.0.1", entrance.port, is_master=False), secret
-        self._hush = host_watch(entrance.watched, self._parallel.worker_timeout, partial(_end_alone, host))
+        self._done = host_watch(entrance.watched, self._parallel.worker_timeout, partial(_end_alone, host))
         return self._store, own
 
     @staticmethod
@@ -229,7 +236,7 @@ class LaunchedRanks(Ranks):
         self.wire = Wire(wired, key)
         team = meet(dist.PrefixStore("model", store), rank, self._parallel, device, timeout=START_PATIENCE, own=own)
         self._met.append(team)
-        self._team, self._leaving = team, Leaving(self.wire, team, os.getpid(), self._hush)
+        self._team, self._leaving = team, Leaving(self.wire, team, os.getpid(), self._hush, self._done)
         self._finalizer = multiprocessing.util.Finalize(self, self._leaving, exitpriority=100)
         return team
 
