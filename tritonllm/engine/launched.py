@@ -197,7 +197,7 @@ class LaunchedRanks(Ranks):
         self._store, port = local_store()
         patience = self._parallel.worker_timeout
         door = Door(host, secret, port, patience=patience, on_end=partial(self._on_end, self.failure))
-        weakref.finalize(self, door.close)
+        weakref.finalize(self, door.close).atexit = False  # at Python's end that would come before the farewell
         self._hush, self._secret = door.hush, secret
         # NCCL still asks the store on a rank that leaves it
         self._done = partial(door.wait_for_ends, FAREWELL)
@@ -206,7 +206,7 @@ class LaunchedRanks(Ranks):
     def _enter(self, host: str, port: int, secret: bytes) -> tuple[Any, str]:
         """Go in there; returns as :meth:`gather`. From here on, this process ends with the host of rank 0."""
         own, entrance = own_address(host, port), Entrance((host, port), secret, self._place.rank)
-        weakref.finalize(self, entrance.close)
+        weakref.finalize(self, entrance.close).atexit = False
         self._store, self._secret = dist.TCPStore("127.0.0.1", entrance.port, is_master=False), secret
         self._done = host_watch(entrance.watched, self._parallel.worker_timeout, partial(_end_alone, host))
         return self._store, own
