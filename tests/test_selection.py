@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from fnmatch import fnmatch
 from itertools import product
 from pathlib import Path
 
@@ -39,6 +40,14 @@ def test_smoke(): pass
 @given(st.integers())
 def test_property(n): pass
 """
+
+
+def test_every_folder_is_looked_into(pytestconfig):
+    """pytest leaves out folders of some names, "dist" among them, without a word."""
+    tests = Path(__file__).parent
+    folders = {part for file in tests.rglob("test_*.py") for part in file.relative_to(tests).parts[:-1]}
+    left_out = pytestconfig.getini("norecursedirs")
+    assert "dist" in folders and not [(f, rule) for f in folders for rule in left_out if fnmatch(f, rule)]
 
 
 @pytest.fixture(scope="module")

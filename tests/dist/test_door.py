@@ -213,6 +213,7 @@ def test_what_was_said_once_opens_nothing_later(door, store):
     with relayed(door.address) as relay:
         with entered(relay.address) as reached:
             reached.set("key", "1")
+            assert reached.get("key") == b"1"  # setting it alone does not wait
         said = b"".join(relay.said)
     store[0].set("key", "2")
     with socket.create_connection(door.address) as stranger:

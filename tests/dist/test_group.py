@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.ranks import run_ranks
-from support.waiting import eventually
+from support.waiting import PATIENCE, eventually
 
 from tritonllm.dist.group import ALONE, ConnectedGroup, Group, share_of
 
@@ -101,20 +101,20 @@ def test_whoever_leaves_a_second_time_waits_for_the_first():
     leaving, go_on = threading.Event(), threading.Event()
 
     class Slow:
-        rank = size = staticmethod(lambda: 0)
+        rank, size = staticmethod(lambda: 0), staticmethod(lambda: 1)
 
         def __del__(self):
             leaving.set()
-            assert go_on.wait(60)
+            assert go_on.wait(PATIENCE)
 
     group = ConnectedGroup(Slow(), torch.device("cpu"))
     first, second = (threading.Thread(target=group.shut) for _ in range(2))
     first.start()
-    assert leaving.wait(60)
+    assert leaving.wait(PATIENCE)
     second.start()
     second.join(0.2)
     assert second.is_alive()
     go_on.set()
     for thread in (first, second):
-        thread.join(60)
+        thread.join(PATIENCE)
         assert not thread.is_alive()
