@@ -8,6 +8,7 @@ import torch
 from support.ranks import run_ranks
 from support.waiting import PATIENCE, eventually
 
+from tritonllm.dist import group as group_module
 from tritonllm.dist.group import ALONE, ConnectedGroup, Group, share_of
 
 
@@ -94,6 +95,25 @@ def test_no_thread_of_a_group_that_was_left_remains():
     eventually(lambda: threads_of_this_process() <= before)  # the kernel lists one for a moment after its end
     with pytest.raises(RuntimeError, match="has left its group"):
         groups[0].broadcast(torch.ones(1))
+
+
+def test_nobody_waits_for_ever_for_a_group_whose_graphs_are_still_there(monkeypatch):
+    """NCCL's abort does."""
+    monkeypatch.setattr(group_module, "PATIENCE", 0.05)
+    aborted, never = [], threading.Event()
+
+    class Backend:
+        rank, size = staticmethod(lambda: 0), staticmethod(lambda: 2)
+
+        def abort(self):
+            aborted.append(True)
+            never.wait()
+
+    group = ConnectedGroup(Backend(), torch.device("cuda"))
+    group.shut()
+    group.shut()
+    never.set()
+    assert aborted == [True]
 
 
 def test_whoever_leaves_a_second_time_waits_for_the_first():
