@@ -16,6 +16,7 @@ import asyncio
 import json
 import logging
 import sys
+from abc import abstractmethod
 from enum import Enum
 from http import HTTPStatus
 from typing import Any
@@ -73,8 +74,9 @@ class _Timed:
     _dropped = 0
 
     @property
+    @abstractmethod
     def _next(self) -> Part:
-        raise NotImplementedError
+        """What of a request comes next."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)  # type: ignore[misc]

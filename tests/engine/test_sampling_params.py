@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.many import Many
 
 from tritonllm.sampling_params import (
     MAX_ALLOWED_TOKEN_IDS,
@@ -244,21 +245,6 @@ def test_other_values_of_vllm_are_refused(name, value, advice):
     setattr(params, name, value)
     with pytest.raises(ValueError, match=rf"^{name}="):
         params.checked()
-
-
-class Many(list):
-    """Says how long it is, and may not be looked at."""
-
-    def __init__(self, count):
-        self.count = count
-
-    def __len__(self):
-        return self.count
-
-    def __iter__(self):
-        raise AssertionError("it was looked at before it was counted")
-
-    __getitem__ = __contains__ = __iter__
 
 
 class ManyKeys(dict):

@@ -10,6 +10,7 @@ from typing import get_args, get_origin
 import httpx
 import pytest
 from pydantic import ValidationError
+from support.many import Many
 from support.server import MODEL, running_server
 from support.streams import LONG
 from support.waiting import PATIENCE
@@ -69,19 +70,6 @@ def kinds(annotation):
 def test_every_field_with_entries_has_a_limit(body):
     many = {name for name, field in body.model_fields.items() if {list, dict} & set(kinds(field.annotation))}
     assert many - FREE <= MOST_ENTRIES.keys() | set(PROMPTS)
-
-
-class Many(list):
-    """Says how long it is, and may not be looked at."""
-
-    def __init__(self, count):
-        self.count = count
-
-    def __len__(self):
-        return self.count
-
-    def __iter__(self):
-        raise AssertionError("it was looked at before it was counted")
 
 
 def message_of(body, fields):

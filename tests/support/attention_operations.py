@@ -1,5 +1,7 @@
-"""Every portable kernel of attention, called in one way: with a problem, and options that all of them take."""
+"""Every portable kernel of attention, called in one way: with a problem, and options that all of them take; and what
+they should give."""
 
+import math
 from typing import Any
 
 import torch
@@ -52,3 +54,40 @@ OPERATIONS = {
     "verify": verify,
     "prefill": prefill,
 }
+
+
+def attention_in_double(
+    p: Problem,
+    scale: float,
+    *,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs ``[T, H, D]`` and log-sum-exps ``[T, H]`` in float64; queries are the last tokens and see no key after
+    them.
+
+    Args:
+        softcap: 0: none.
+        sinks, slopes: as in :func:`~tritonllm.kernels.paged_decode_attention`, the slopes ALiBi's.
+    """
+    outs, lses = [], []
+    begins, size, group = p.cu_seqlens_q.tolist(), p.k_cache.shape[1], p.q.shape[1] // p.k_cache.shape[2]
+    for seq, length in enumerate(p.seq_lens.tolist()):
+        q = p.q[begins[seq] : begins[seq + 1]].double()
+        at = torch.arange(length, device=q.device)
+        places = (p.block_tables[seq, at // size].long(), at % size)
+        k, v = (cache[places].double().repeat_interleave(group, 1) for cache in (p.k_cache, p.v_cache))
+        logits = torch.einsum("thd,lhd->thl", q, k) * scale
+        if softcap:
+            logits = softcap * torch.tanh(logits / softcap)
+        distance = at - torch.arange(length - len(q), length, device=q.device)[:, None]
+        if slopes is not None:
+            logits = logits + slopes.double()[:, None] * distance[:, None, :]
+        logits = logits.masked_fill((distance > 0)[:, None, :], -math.inf)
+        if sinks is not None:
+            logits = torch.cat((logits, sinks.double().expand(len(q), -1)[..., None]), -1)
+        weights = logits.softmax(-1)[..., :length]
+        outs.append(torch.einsum("thl,lhd->thd", weights, v))
+        lses.append(logits.logsumexp(-1))
+    return torch.cat(outs), torch.cat(lses)

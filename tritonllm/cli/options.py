@@ -163,6 +163,29 @@ ENGINE: dict[str, dict[str, Any]] = {
     "trust-remote-code": {"action": "store_true", "help": "download and run Python code that comes with the model"},
 }
 
+# Of what listens to clients: the server and the router.
+LIMITS: dict[str, dict[str, Any]] = {
+    "max-concurrency": {"type": int, "metavar": "N", "help": "most requests answered at once (default: 4096)"},
+    "max-body-bytes": {"type": int, "metavar": "N", "help": "longest body of a request (default: 16 MiB)"},
+    "max-header-bytes": {
+        "also": "--h11-max-incomplete-event-size",
+        "type": int,
+        "metavar": "N",
+        "help": "longest request line and headers of a request, together, in bytes (default: 65536)",
+    },
+    "max-header-count": {
+        "also": "--h11-max-header-count",
+        "type": int,
+        "metavar": "N",
+        "help": "most headers of a request (default: 256)",
+    },
+    "header-timeout": {
+        "type": float,
+        "metavar": "S",
+        "help": "how long a client may take to send them (default: 30)",
+    },
+}
+
 
 def add_options(group: Any, options: dict[str, dict[str, Any]]) -> None:
     """An option that is not given leaves no trace, so that the engine's own default holds."""

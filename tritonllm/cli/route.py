@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tritonllm import env
-from tritonllm.cli.options import add_options, given
+from tritonllm.cli.options import LIMITS, add_options, given
 from tritonllm.route.config import POLICIES, BackendConfig, RouterConfig, default_keys, read_config
 
 DESCRIPTION = """\
@@ -69,25 +69,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "backoff-seconds": {"type": float, "metavar": "S", "help": "how long it is open at first (default: 1)"},
     "max-backoff-seconds": {"type": float, "metavar": "S", "help": "and at most (default: 60)"},
-    "max-concurrency": {"type": int, "metavar": "N", "help": "most requests answered at once (default: 4096)"},
-    "max-body-bytes": {"type": int, "metavar": "N", "help": "longest body of a request (default: 16 MiB)"},
-    "max-header-bytes": {
-        "also": "--h11-max-incomplete-event-size",
-        "type": int,
-        "metavar": "N",
-        "help": "longest request line and headers of a request, together, in bytes (default: 65536)",
-    },
-    "max-header-count": {
-        "also": "--h11-max-header-count",
-        "type": int,
-        "metavar": "N",
-        "help": "most headers of a request (default: 256)",
-    },
-    "header-timeout": {
-        "type": float,
-        "metavar": "S",
-        "help": "how long a client may take to send them (default: 30)",
-    },
+    **LIMITS,
     "max-held-bytes": {
         "type": int,
         "metavar": "N",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tritonllm import env
-from tritonllm.cli.options import ENGINE, SEVERAL, add_options, given
+from tritonllm.cli.options import ENGINE, LIMITS, SEVERAL, add_options, given
 from tritonllm.cli.pooling_options import POOLING
 from tritonllm.config import POLICIES, EngineConfig
 from tritonllm.starting import no_searches, stopped_by_sigterm
@@ -59,25 +59,7 @@ SERVER: dict[str, dict[str, Any]] = {
         "action": "store_true",
         "help": "clients may use /sleep, /wake_up, /reload_weights, /reset_prefix_cache, /expert_load",
     },
-    "max-body-bytes": {"type": int, "metavar": "N", "help": "longest body of a request (default: 16 MiB)"},
-    "max-header-bytes": {
-        "also": "--h11-max-incomplete-event-size",
-        "type": int,
-        "metavar": "N",
-        "help": "longest request line and headers of a request, together, in bytes (default: 65536)",
-    },
-    "max-header-count": {
-        "also": "--h11-max-header-count",
-        "type": int,
-        "metavar": "N",
-        "help": "most headers of a request (default: 256)",
-    },
-    "header-timeout": {
-        "type": float,
-        "metavar": "S",
-        "help": "how long a client may take to send them (default: 30)",
-    },
-    "max-concurrency": {"type": int, "metavar": "N", "help": "most requests answered at once (default: 4096)"},
+    **LIMITS,
     "drain-seconds": {
         "type": float,
         "metavar": "S",

@@ -13,6 +13,7 @@ from tritonllm.thought_format import ThoughtFormat
 
 CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
+LONGEST = max(map(len, ENDS))
 PROMPT_TOKENS = 16  # at the prompt's end, in which a tag is looked for
 _NAME = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=[^\s<]")
@@ -117,7 +118,7 @@ class Channels:
             if ended and text[self._at :].strip():  # in no format
                 parts.append(Part(self._at, self._at, len(text)))
         else:
-            self.decided = len(text) if ended else len(text) - _beginning(text[self._at :])
+            self.decided = len(text) if ended else len(text) - _beginning(text[max(self._at, len(text) - LONGEST) :])
             self._add(parts, self.decided)
         return parts
 
@@ -136,7 +137,7 @@ class Channels:
     def _read_message(self, text: str, parts: list[Part]) -> bool:
         found = [(at, mark) for mark in ENDS if (at := text.find(mark, self._seen)) >= 0]
         if not found:
-            self._seen = max(self._at, len(text) - max(map(len, ENDS)) + 1)
+            self._seen = max(self._at, len(text) - LONGEST + 1)
             return False
         end, mark = min(found)
         self._add(parts, end)
@@ -152,8 +153,8 @@ class Channels:
 
 def _beginning(text: str) -> int:
     """How many of the last characters may be the beginning of a message's end."""
-    longest = min(len(text), max(map(len, ENDS)) - 1)
-    return next((n for n in range(longest, 0, -1) if any(mark.startswith(text[-n:]) for mark in ENDS)), 0)
+    sizes = range(min(len(text), LONGEST - 1), 0, -1)
+    return next((size for size in sizes if any(mark.startswith(text[-size:]) for mark in ENDS)), 0)
 
 
 class Marks:

@@ -8,7 +8,6 @@ so long. Each text is compiled once, and not at all if its requests are gone bef
 flexible and efficient structured generation engine for large language models", 2024; the package ``xgrammar``).
 """
 
-import json
 import logging
 import os
 import re
@@ -26,9 +25,8 @@ from tritonllm.engine.characters import quoted
 from tritonllm.engine.control import MOST_FORCED, mask_of, only_token
 from tritonllm.engine.expressions import ignored, is_endless, too_large, without_dots
 from tritonllm.engine.grammar_rules import Rules
-from tritonllm.engine.json_schema import malformed, unsupported
+from tritonllm.engine.json_schema import read_schema, unsupported
 from tritonllm.engine.patterns import TooLarge, Unreadable, whole
-from tritonllm.engine.schema_document import Document
 from tritonllm.engine.schema_grammar import any_json, grammar_of
 from tritonllm.sampling_params import StructuredOutputsParams
 
@@ -114,14 +112,7 @@ def _repeating(grammar: Any, regex: str) -> Any:
 
 def _schema(wish: StructuredOutputsParams) -> str:
     assert wish.json is not None
-    try:
-        schema = json.loads(wish.json if isinstance(wish.json, str) else json.dumps(wish.json))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"structured_outputs: json is not a JSON schema: {error}") from error
-    document = Document(schema)
-    wrong = malformed(document)
-    if wrong is not None:
-        raise ValueError(f"structured_outputs: json is not a JSON schema that can be followed: {wrong}")
+    document = read_schema(wish.json)
     found = unsupported(document)
     try:
         text = "" if found is not None else grammar_of(document, not wish.disable_any_whitespace)

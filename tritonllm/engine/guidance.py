@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from tritonllm.engine.expressions import is_endless, too_large
-from tritonllm.engine.json_schema import malformed, uncountable
+from tritonllm.engine.json_schema import read_schema, uncountable
 from tritonllm.engine.schema_document import Document
 from tritonllm.sampling_params import StructuredOutputsParams
 
@@ -85,14 +85,8 @@ def _grammar(package: Any, text: str) -> str:
 
 
 def _schema(value: str | Mapping[str, Any]) -> Any:
-    try:
-        schema = json.loads(value if isinstance(value, str) else json.dumps(value))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"structured_outputs: json is not a JSON schema: {error}") from error
-    document = Document(schema)
-    wrong = malformed(document)
-    if wrong is not None:
-        raise ValueError(f"structured_outputs: json is not a JSON schema that can be followed: {wrong}")
+    document = read_schema(value)
+    schema = document.root
     found = uncountable(document) or next((_misread(part) for part, _ in document.parts if _misread(part)), None)
     if found is None and any("$id" in part for part, _ in document.parts if part is not schema):
         found = "an '$id' within it (references are looked up in the whole)"

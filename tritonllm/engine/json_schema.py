@@ -4,6 +4,7 @@ xgrammar recurses in native code, without a limit: a chain of 10,000 references 
 ended the process, and 256 nested objects took 9 s (version 0.2.8, two cores of an EPYC). So sizes have limits.
 """
 
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -47,6 +48,22 @@ MOST_OPTIONAL_IN_ALL = 2000  # of all objects: 8 of 250 take 2 s
 MOST_VALUES = MAX_CHOICES  # of all enums: a million kept xgrammar busy for more than ten minutes
 MOST_GROUPS = 500  # nested parentheses of a pattern
 MOST_COUNT = 100_000  # characters, items or properties that a limit may name
+
+
+def read_schema(value: str | Mapping[str, Any]) -> Document:
+    """A user's schema.
+
+    Raises:
+        ValueError: it is no JSON, or malformed; the message begins with ``structured_outputs``.
+    """
+    try:
+        document = Document(json.loads(value if isinstance(value, str) else json.dumps(value)))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"structured_outputs: json is not a JSON schema: {error}") from error
+    wrong = malformed(document)
+    if wrong is not None:
+        raise ValueError(f"structured_outputs: json is not a JSON schema that can be followed: {wrong}")
+    return document
 
 
 def malformed(schema: Any) -> str | None:

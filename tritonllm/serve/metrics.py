@@ -1,6 +1,5 @@
 """Prometheus metrics, under vLLM's names and with its meanings where we measure the same thing."""
 
-from collections import Counter as Counts
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from time import monotonic
@@ -90,7 +89,7 @@ class _Times:
     max_tokens: int | None
     first: float | None = None
     last: float = 0.0
-    tokens: Counts[int] = field(default_factory=Counts)  # of each continuation
+    tokens: dict[int, int] = field(default_factory=dict)  # of each continuation
 
 
 class Metrics:
@@ -170,8 +169,11 @@ class Metrics:
         if update.refused is not None:
             del self._requests[update.request_id]
             return
-        new = {completion.index: len(completion.token_ids) for completion in update.outputs if completion.token_ids}
-        times.tokens.update(new)
+        new, tokens = 0, times.tokens
+        for completion in update.outputs:
+            count = len(completion.token_ids)
+            new += count
+            tokens[completion.index] = tokens.get(completion.index, 0) + count
         if new:
             now = monotonic()
             if times.first is None:
@@ -189,7 +191,7 @@ class Metrics:
         self._e2e.observe(end - times.arrival)
         self._prompt.observe(times.prompt_tokens)
         longest = max(times.tokens.values(), default=0)
-        self._generation.observe(times.tokens.total())
+        self._generation.observe(sum(times.tokens.values()))
         self._longest.observe(longest)
         self._n.observe(times.n)
         if times.max_tokens is not None:

@@ -13,7 +13,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.attention import Problem, make_problem
-from support.attention_operations import OPERATIONS
+from support.attention_operations import OPERATIONS, attention_in_double
 from support.compare import assert_close
 from support.contracted import contracted_products
 from support.examples import examples
@@ -32,28 +32,6 @@ def reference(p: Problem, **options: Any):
     if len(p.cu_seqlens_q) - 1 == len(p.q):
         return paged_decode_attention_ref(*p.decode, **options, return_lse=True)
     return varlen_prefill_attention_ref(*p.prefill, max_seqlen_q=4, **options, return_lse=True)
-
-
-def double(p: Problem, scale: float, sinks: torch.Tensor | None, slopes: torch.Tensor | None):
-    """Outputs ``[T, H, D]`` and log-sum-exps ``[T, H]`` in float64."""
-    outs, lses = [], []
-    begins, size, group = p.cu_seqlens_q.tolist(), p.k_cache.shape[1], p.q.shape[1] // p.k_cache.shape[2]
-    for seq, length in enumerate(p.seq_lens.tolist()):
-        q = p.q[begins[seq] : begins[seq + 1]].double()
-        at = torch.arange(length, device=q.device)
-        places = (p.block_tables[seq, at // size].long(), at % size)
-        k, v = (cache[places].double().repeat_interleave(group, 1) for cache in (p.k_cache, p.v_cache))
-        logits = torch.einsum("thd,lhd->thl", q, k) * scale
-        distance = at - torch.arange(length - len(q), length, device=q.device)[:, None]
-        if slopes is not None:
-            logits = logits + slopes.double()[:, None] * distance[:, None, :]
-        logits = logits.masked_fill((distance > 0)[:, None, :], -math.inf)
-        if sinks is not None:
-            logits = torch.cat((logits, sinks.double().expand(len(q), -1)[..., None]), -1)
-        weights = logits.softmax(-1)[..., :length]
-        outs.append(torch.einsum("thl,lhd->thd", weights, v))
-        lses.append(logits.logsumexp(-1))
-    return torch.cat(outs), torch.cat(lses)
 
 
 def with_large_logits(p: Problem, size: float, sign: int) -> float:
@@ -88,7 +66,7 @@ def check(p: Problem, operation: Any, size: float, sign: int, how: str) -> None:
     sinks = torch.linspace(-2.5, 2.5, heads, device=p.q.device) * size if how == "sinks" else None
     slopes = torch.linspace(0.5, 1, heads, device=p.q.device) if how == "alibi" else None
     out, lse = operation(p, scale=scale, sinks=sinks, alibi_slopes=slopes)
-    want, want_lse = double(p, scale, sinks, slopes)
+    want, want_lse = attention_in_double(p, scale, sinks=sinks, slopes=slopes)
     assert out.isfinite().all() and lse.isfinite().all()
     if size <= 1e4 or how != "alibi":  # else its slopes are lost in the roundings of the logits
         assert_close(out, want)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.attention import Problem, make_problem
-from support.attention_operations import OPERATIONS
+from support.attention_operations import OPERATIONS, attention_in_double
 from support.compare import assert_close
 from support.examples import examples
 from support.marks import hopper
@@ -24,24 +24,6 @@ from tritonllm.kernels.runtime import tuning
 # Of a capped logit, some float32 roundings: the product's, the exponential's, two changes of base.
 RELATIVE = 3e-6
 HALF = torch.float16
-
-
-def attention_in_double(p: Problem, softcap: float, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs ``[T, H, D]`` and log-sum-exps ``[T, H]``; queries are the last tokens and see no key after them."""
-    outs, lses = [], []
-    begins, size, group = p.cu_seqlens_q.tolist(), p.k_cache.shape[1], p.q.shape[1] // p.k_cache.shape[2]
-    for seq, length in enumerate(p.seq_lens.tolist()):
-        q = p.q[begins[seq] : begins[seq + 1]].double()
-        at = torch.arange(length, device=q.device)
-        places = (p.block_tables[seq, at // size].long(), at % size)
-        k, v = (cache[places].double().repeat_interleave(group, 1) for cache in (p.k_cache, p.v_cache))
-        logits = torch.einsum("thd,lhd->thl", q, k) * scale
-        logits = softcap * torch.tanh(logits / softcap)
-        hidden = at > torch.arange(length - len(q), length, device=q.device)[:, None]
-        logits = logits.masked_fill(hidden[:, None, :], float("-inf"))
-        outs.append(torch.einsum("thl,lhd->thd", logits.softmax(-1), v))
-        lses.append(logits.logsumexp(-1))
-    return torch.cat(outs), torch.cat(lses)
 
 
 def with_logits(device: torch.device, logits: torch.Tensor, dtype: torch.dtype, head_size: int, kv_heads: int = 1):
@@ -86,7 +68,7 @@ def test_matches_float64(device, operation, cap, scale):
     q_lens = [3, 4] if operation in ("verify", "prefill") else [1, 1]
     p = make_problem(device, q_lens, [40, 7], head_size=16)
     out, lse = OPERATIONS[operation](p, softcap=10.0**cap, scale=scale)
-    want, want_lse = attention_in_double(p, 10.0**cap, 0.25 if scale is None else scale)
+    want, want_lse = attention_in_double(p, 0.25 if scale is None else scale, softcap=10.0**cap)
     assert_close(out, want)
     torch.testing.assert_close(lse.double(), want_lse, rtol=RELATIVE, atol=RELATIVE)
 
@@ -117,6 +99,6 @@ def test_hopper_kernels(device, head_size, heads, softcap):
     for operation, q_lens in ((run, [1, 1]), (run_prefill, [80, 3])):
         p = make_problem(device, q_lens, [300, 77], dtype=HALF, **options)
         out, lse = operation(p, softcap=softcap, scale=3.0)
-        want, want_lse = attention_in_double(p, softcap, 3.0)
+        want, want_lse = attention_in_double(p, 3.0, softcap=softcap)
         assert_close(out, want)
         torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
