@@ -10,6 +10,7 @@ import os
 import socket
 from contextlib import suppress
 
+OPEN = "/proc/self/fd"  # on Linux: elsewhere what waits is told by its own limits
 PROBES = 3  # within the time that a host may be silent
 MOST_SECONDS = 24 * 3600.0  # the system's own limits are 4 times 32,767 seconds and more
 CLIENT_SECONDS = 60.0  # that the host of a client may be silent
@@ -43,9 +44,9 @@ def break_connections(host: str) -> None:
     Args:
         host: its address.
     """
-    for name in os.listdir("/proc/self/fd"):
+    for name in os.listdir(OPEN) if os.path.isdir(OPEN) else ():
         with suppress(OSError, ValueError):  # it is no socket, or has been closed
-            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+            if not os.readlink(f"{OPEN}/{name}").startswith("socket:"):
                 continue
             with socket.socket(fileno=os.dup(int(name))) as found:
                 if found.family in (socket.AF_INET, socket.AF_INET6) and found.getpeername()[0] == host:

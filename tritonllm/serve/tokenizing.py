@@ -138,7 +138,7 @@ class Tokenizing:
     async def _with_bad_words(self, prompt: TokenizedPrompt, params: SamplingParams) -> TokenizedPrompt:
         """The same, with the token sequences of the request's bad words. In the engine, steps would wait for them."""
         if not params.bad_words:
-            return replace(prompt, bad_words=())
+            return prompt
         size = 2 * sum(map(len, params.bad_words))
         return replace(prompt, bad_words=await self.with_tokenizer(size, lambda inputs: inputs.bad_words(params)))
 
