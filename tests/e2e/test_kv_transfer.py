@@ -155,10 +155,10 @@ def test_a_folder_that_vanishes(alone, tmp_path, caplog):
 
 def test_a_folder_that_another_process_keeps(alone, tmp_path, monkeypatch):
     """It may have been stopped: the engine starts, finds what is there, saves nothing and ends."""
-    monkeypatch.setattr(kv_folder, "PATIENCE", 0.01)
     first = sharing(tmp_path)
     assert run(first)[0] == alone
     saved(first)
+    monkeypatch.setattr(kv_folder, "PATIENCE", 0.01)  # from now on: the first engine needs its time
     with open(tmp_path / kv_folder.MARKER) as marker:
         fcntl.flock(marker, fcntl.LOCK_SH)
         llm = sharing(tmp_path)

@@ -75,8 +75,8 @@ def results_of(store):
 
 
 def test_a_store_that_another_process_keeps_is_read_and_neither_stops_a_start_nor_an_end(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(kv_folder, "PATIENCE", 0.01)
     opened(tmp_path).save(KEYS[:3], [0, 1, 2], lambda: True).result(PATIENCE)
+    monkeypatch.setattr(kv_folder, "PATIENCE", 0.01)
     with open(tmp_path / MARKER) as marker:
         fcntl.flock(marker, fcntl.LOCK_SH)
         store = opened(tmp_path)
@@ -97,6 +97,7 @@ def test_a_store_that_cannot_be_used_is_once_it_can_be(tmp_path, monkeypatch, ca
         assert "the engine goes on without the store" in caplog.text and str(tmp_path / MARKER) in caplog.text
         with pytest.raises(ValueError, match="holds not even two blocks"):
             store.check_size(1 << 50)
+    monkeypatch.setattr(kv_folder, "PATIENCE", PATIENCE)  # the store's threads wait for one another
     eventually(lambda: store.files is not None)
     assert results_of(store)[2] == 7
     eventually(lambda: "can be used now" in caplog.text)
