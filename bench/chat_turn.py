@@ -3,7 +3,7 @@
 A chat of so many tokens gets one more question, again and again, and its answer is one token. All of it but the newest
 question is in the prefix cache, so a GPU takes some milliseconds (T8 of ``bench.engine``), and what the host takes
 counts as much. Rows are the median milliseconds of wall time of: ``render``, the chat template; ``whole``, tokenizing
-the whole text, as a comparison; ``tokenize``, what the engine does instead (:mod:`tritonllm.engine.text_pieces`);
+the whole text, as a comparison; ``tokenize``, what the engine does instead (:mod:`tritonllm.engine.text.text_pieces`);
 ``engine``, from the request to its end, with a runner that builds the step and returns a token at once
 (:mod:`bench.host`).
 
@@ -24,14 +24,14 @@ from typing import Any, TypeVar
 
 from autotune.revision import commit
 from bench.host import BLOCK_SIZE, Clock, Runner, processor
-from tritonllm.config import EngineConfig
+from tritonllm.config.engine import EngineConfig
+from tritonllm.config.sampling_params import SamplingParams
 from tritonllm.demo import model_path
-from tritonllm.engine.chat import ChatOptions, render
-from tritonllm.engine.engine import LLMEngine
-from tritonllm.engine.input_processor import InputProcessor
-from tritonllm.engine.scheduler import Scheduler
-from tritonllm.engine.tokenizer import load_tokenizer
-from tritonllm.sampling_params import SamplingParams
+from tritonllm.engine.loop.engine import LLMEngine
+from tritonllm.engine.schedule.scheduler import Scheduler
+from tritonllm.engine.text.chat import ChatOptions, render
+from tritonllm.engine.text.input_processor import InputProcessor
+from tritonllm.engine.text.tokenizer import load_tokenizer
 
 WORDS = 200  # of a message
 TURNS = 9

@@ -33,7 +33,7 @@ from autotune.revision import commit
 from bench.engine_worker import machine, watch_compilations
 from bench.engine_workloads import MODELS, Request, Workload, requests, write_model
 from bench.synthetic_vocabulary import write_tokenizer
-from tritonllm.engine import engine
+from tritonllm.engine.loop import engine
 
 HERE = Path(__file__).parent
 WIDTH = 4  # of a beam search

@@ -25,8 +25,8 @@ from autotune.revision import commit
 from bench import smollm2
 from bench.host import processor
 from bench.tables import grammars
-from tritonllm.engine import grammar, guidance
-from tritonllm.sampling_params import StructuredOutputsParams
+from tritonllm.config.sampling_params import StructuredOutputsParams
+from tritonllm.engine.grammar import grammar, guidance
 
 OUT = Path(__file__).parent / "results" / "grammar-backends-cpu.json"
 REPEATS = 5

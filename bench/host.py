@@ -27,16 +27,16 @@ from typing import Any
 import torch
 
 from autotune.revision import commit
-from tritonllm.config import EngineConfig
-from tritonllm.engine.builder import StepBuilder
-from tritonllm.engine.engine import LLMEngine
-from tritonllm.engine.input_processor import InputProcessor
-from tritonllm.engine.plan import StepPlan
-from tritonllm.engine.results import RunningStep
-from tritonllm.engine.scheduler import Scheduler
-from tritonllm.engine.shared_prefix import CascadePlanner
-from tritonllm.sampling_params import RequestOutputKind, SamplingParams
-from tritonllm.teach.trace import Trace
+from tritonllm.config.engine import EngineConfig
+from tritonllm.config.sampling_params import RequestOutputKind, SamplingParams
+from tritonllm.engine.data.plan import StepPlan
+from tritonllm.engine.data.results import RunningStep
+from tritonllm.engine.loop.engine import LLMEngine
+from tritonllm.engine.schedule.scheduler import Scheduler
+from tritonllm.engine.step.builder import StepBuilder
+from tritonllm.engine.step.shared_prefix import CascadePlanner
+from tritonllm.engine.text.input_processor import InputProcessor
+from tritonllm.telemetry.trace import Trace
 
 MAX_MODEL_LEN = 4096
 BLOCK_SIZE, BLOCK_BYTES = 16, 16 * 8 * 128 * 2 * 2  # of a layer of Qwen3-0.6B

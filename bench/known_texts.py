@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonllm.engine.drafters import DraftStep
+from tritonllm.engine.drafts.drafters import DraftStep
 
 MOST_TEXTS = 256
 BEGINNING = 32  # tokens by which a sequence is recognised; no two texts may begin alike
@@ -96,7 +96,7 @@ class KnownTexts:
         """It does not."""
 
     def propose(self, step: DraftStep) -> None:
-        """See :class:`tritonllm.engine.drafters.Drafter`."""
+        """See :class:`tritonllm.engine.drafts.drafters.Drafter`."""
         if step.drafts.is_cuda:
             self.launch(step)
         else:

@@ -36,7 +36,7 @@ from bench.engine_worker import machine
 from bench.engine_workloads import MODELS, write_model
 from bench.kv_found_engine import NEW, Answer, Computed, Place, Remote
 from bench.kv_layers import BLOCK_SIZE, block_bytes_of
-from tritonllm.engine.kv_connector import Params
+from tritonllm.engine.transfer.connector import Params
 
 CONNECTORS = ("CudaIpc", "FileStore", "Peer")
 IN_HOST = ("FileStore", "Peer")  # that need no GPU

@@ -13,9 +13,9 @@ import torch
 
 from bench.kv_layers import BLOCK_SIZE
 from tritonllm import LLM, SamplingParams
-from tritonllm.engine.kv_connector import KVConnector, Params
-from tritonllm.engine.request import Request
-from tritonllm.engine.tensor_digest import digest_of
+from tritonllm.engine.data.request import Request
+from tritonllm.engine.transfer.connector import KVConnector, Params
+from tritonllm.engine.transfer.tensor_digest import digest_of
 
 PATIENCE = 300.0  # seconds without an answer
 ENDS_WITHIN = 20.0  # seconds, once it is told to

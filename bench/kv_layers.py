@@ -1,12 +1,12 @@
 """``python -m bench.kv_layers``: how long after a prompt's last step all of its blocks are in the host's memory.
 
 For each model and length of a prompt there are two rows. ``streamed``: the blocks that a step fills leave while it
-runs, layer by layer, as engines do (:mod:`tritonllm.engine.layer_copies`). ``behind``: they leave once the host has the
-step's results, as engines did before. ``prompt_ms`` is the time from the request to its first token, ``stored_ms`` the
-time from then until the last block has arrived, ``copy_ms`` what copying all of the prompt's blocks takes with nothing
-beside it. ``captured``: the last step was a CUDA graph. A row is written only if what arrived is what the cache has.
-Each figure is the median of some repetitions, after one that does not count; the two kinds take turns. A model's engine
-starts once, for its longest prompt; stderr says how far it is.
+runs, layer by layer, as engines do (:mod:`tritonllm.engine.cache.layer_copies`). ``behind``: they leave once the host
+has the step's results, as engines did before. ``prompt_ms`` is the time from the request to its first token,
+``stored_ms`` the time from then until the last block has arrived, ``copy_ms`` what copying all of the prompt's blocks
+takes with nothing beside it. ``captured``: the last step was a CUDA graph. A row is written only if what arrived is
+what the cache has. Each figure is the median of some repetitions, after one that does not count; the two kinds take
+turns. A model's engine starts once, for its longest prompt; stderr says how far it is.
 """
 
 import argparse
@@ -28,11 +28,11 @@ from autotune.revision import commit
 from bench.engine_worker import machine
 from bench.engine_workloads import MODELS, write_model
 from tritonllm import LLM, SamplingParams
-from tritonllm.engine.copy_batches import Fills, Transfers
-from tritonllm.engine.host_copies import HostCopies, runs
-from tritonllm.engine.host_tier import HostTier
-from tritonllm.engine.kv_connector import Params, Slots
-from tritonllm.engine.layer_copies import LayerCopies
+from tritonllm.engine.cache.host_copies import HostCopies, runs
+from tritonllm.engine.cache.layer_copies import LayerCopies
+from tritonllm.engine.data.copy_batches import Fills, Transfers
+from tritonllm.engine.schedule.host_tier import HostTier
+from tritonllm.engine.transfer.connector import Params, Slots
 from tritonllm.events import Event, StepFinished
 from tritonllm.models.checkpoint import read_config
 

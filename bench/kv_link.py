@@ -25,12 +25,12 @@ import torch
 from autotune.revision import commit
 from bench.engine_worker import machine
 from bench.swap import BLOCK_SIZE, LAYOUTS
+from tritonllm.config.kv_transfer import KVTransferConfig
 from tritonllm.dist.device_copies import load_cuda
-from tritonllm.engine.kv_connector import DeviceSlots
-from tritonllm.engine.kv_ipc import DeviceReads
-from tritonllm.engine.kv_ipc_memory import MakeDevice
-from tritonllm.engine.kv_peer import Peer, PeerSettings
-from tritonllm.kv_transfer_config import KVTransferConfig
+from tritonllm.engine.transfer.connector import DeviceSlots
+from tritonllm.engine.transfer.ipc import DeviceReads
+from tritonllm.engine.transfer.ipc_memory import MakeDevice
+from tritonllm.engine.transfer.peer import Peer, PeerSettings
 
 PATIENCE = 300.0  # seconds without an answer
 Start = Callable[[], MakeDevice]  # of a process

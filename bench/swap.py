@@ -29,8 +29,8 @@ from autotune.revision import commit
 from bench.engine_worker import machine
 from bench.engine_workloads import MODELS, write_model
 from tritonllm import LLM, SamplingParams
-from tritonllm.engine.copy_batches import Transfers
-from tritonllm.engine.host_copies import HostCopies
+from tritonllm.engine.cache.host_copies import HostCopies
+from tritonllm.engine.data.copy_batches import Transfers
 from tritonllm.kernels.attention.packed_blocks import _pack_blocks_kernel, default_pack_config
 
 BLOCK_SIZE = 16

@@ -61,7 +61,7 @@ class Drive:
 def drive(llm: Any, batch: Sequence[Request]) -> Drive:
     """Run requests to their end, by steps. The last to come reports every token, the others only their end."""
     from tritonllm import SamplingParams
-    from tritonllm.sampling_params import RequestOutputKind
+    from tritonllm.config.sampling_params import RequestOutputKind
 
     for number, request in enumerate(batch):
         sentinel = number == len(batch) - 1

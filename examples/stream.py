@@ -1,8 +1,8 @@
 """Text as it is made: drive the engine step by step, print what is new, cancel one request on the way."""
 
 from tritonllm import LLM, SamplingParams
+from tritonllm.config.sampling_params import RequestOutputKind
 from tritonllm.demo import model_path
-from tritonllm.sampling_params import RequestOutputKind
 
 
 def main() -> None:

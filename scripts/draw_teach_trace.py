@@ -6,7 +6,7 @@ from pathlib import Path
 from tritonllm import LLM, SamplingParams
 from tritonllm.cli import main
 from tritonllm.demo import model_path
-from tritonllm.teach.trace import Trace
+from tritonllm.telemetry.trace import Trace
 
 PICTURE = Path(__file__).parents[1] / "docs" / "img" / "teach-trace.svg"
 PROMPTS = [

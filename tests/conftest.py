@@ -22,7 +22,7 @@ from support import selection  # noqa: E402
 from support.examples import NORMAL  # noqa: E402
 
 from tritonllm import env  # noqa: E402
-from tritonllm.starting import leave_out_of_searches  # noqa: E402
+from tritonllm.system.starting import leave_out_of_searches  # noqa: E402
 
 # A folder for temporary files of this process and those that it starts: tests look there for what others leave behind,
 # and another run on the same machine must not be taken for them.

@@ -135,72 +135,72 @@ tritonllm/dist/group.py
 + for unit in (8, 128):
 
 preempts-with-blocks-left: engine tests/engine/test_scheduler.py
-tritonllm/engine/scheduler.py
+tritonllm/engine/schedule/scheduler.py
 - while needed > self.pool.num_free and
 + while needed >= self.pool.num_free and
 
 evicted-block-still-found: engine tests/engine/test_block_pool.py
-tritonllm/engine/block_pool.py
+tritonllm/engine/schedule/block_pool.py
 - del self._block_of[label]
 + self._block_of.get(label)
 
 cache-salt-not-in-the-digest: engine tests/engine/test_prefix_cache.py
-tritonllm/engine/prefix_cache.py
+tritonllm/engine/schedule/prefix_cache.py
 - parent = hashes[-1] if hashes else self._root(request)
 + parent = hashes[-1] if hashes else b""
 
 stop-string-across-tokens: engine tests/engine/test_detokenizer.py
-tritonllm/engine/detokenizer.py
+tritonllm/engine/text/detokenizer.py
 - at = text.find(s, max(begin, end - new_chars - len(s) + 1), end)
 + at = text.find(s, max(begin, end - new_chars - len(s) + 2), end)
 
 json-whitespace: e2e tests/e2e/test_structured_outputs.py
-tritonllm/engine/grammar.py
+tritonllm/engine/grammar/grammar.py
 - grammar_of(document, not wish.disable_any_whitespace)
 + grammar_of(document, True)
 
 drafts-never-tried-again: engine tests/engine/test_speculation.py
-tritonllm/engine/speculation.py
+tritonllm/engine/schedule/speculation.py
 - self._plain = 0 if any(item.drafts for item in scheduled) else self._plain + 1
 + self._plain = 0 if any(item.drafts for item in scheduled) else self._plain
 
 no-room-for-warm-up: engine tests/engine/test_step_sizes.py
-tritonllm/engine/step_sizes.py
+tritonllm/engine/step/step_sizes.py
 - padded = self.scheduler.max_num_seqs + max(captured, 1)
 + padded = self.scheduler.max_num_seqs + captured
 
 old-name-of-shared-blocks: e2e tests/engine/test_sleep.py tests/engine/test_kv_transfer.py tests/e2e/test_kv_transfer.py
-tritonllm/engine/sleep.py
+tritonllm/engine/loop/sleep.py
 - self._transfer.rename()
 + pass
 
 use-of-a-file-not-noted: engine tests/engine/test_kv_files.py
-tritonllm/engine/kv_files.py
+tritonllm/engine/transfer/files.py
 - if time.time() - status.st_mtime > TOUCH:
 + if time.time() - status.st_mtime < TOUCH:
 
 beams-end-early: e2e tests/e2e/test_beam_search.py
-tritonllm/engine/beam_search.py
+tritonllm/engine/loop/beam_search.py
 - return running[0].total / reached**penalty <= self.finished[-1][0]
 + return running[0].total / reached**penalty <= self.finished[0][0]
 
 min-tokens-may-not-equal-max: engine tests/engine/test_sampling_params.py
-tritonllm/sampling_params.py
+tritonllm/config/sampling_params.py
 - if self.max_tokens is not None and self.min_tokens > self.max_tokens:
 + if self.max_tokens is not None and self.min_tokens >= self.max_tokens:
 
 usage-of-the-first-choice: serve tests/serve/test_openai_client.py
-tritonllm/serve/replies.py
+tritonllm/serve/api/replies.py
 - self.completion_tokens += sum(len(completion.token_ids) for completion in output.outputs)
 + self.completion_tokens += len(output.outputs[0].token_ids)
 
 replicas-under-one-label: serve tests/serve/test_metrics.py
-tritonllm/serve/metrics.py
+tritonllm/serve/api/metrics.py
 - labels = self._model_name, str(number)
 + labels = self._model_name, "0"
 
 queue-one-shorter: serve tests/serve/test_room.py
-tritonllm/serve/room.py
+tritonllm/serve/engines/room.py
 - if taken + sequences > self.most:
 + if taken + sequences >= self.most:
 
@@ -210,12 +210,12 @@ tritonllm/serve/parsing/tools.py
 + yield from text.drop(end)
 
 choices-of-several-prompts: serve tests/serve/test_openai_client.py
-tritonllm/serve/completions_api.py
+tritonllm/serve/api/completions_api.py
 - return prompt * self._n + completion.index
 + return prompt + completion.index
 
 half-a-line-kept: serve tests/serve/test_batch.py
-tritonllm/serve/batch.py
+tritonllm/serve/processes/batch.py
 - file.truncate(end)
 + file.seek(end)
 

@@ -26,7 +26,7 @@ from support.waiting import PATIENCE
 
 from tritonllm import cli
 from tritonllm.demo import model_path
-from tritonllm.serve.ray_options import read_plan
+from tritonllm.serve.ray.options import read_plan
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]

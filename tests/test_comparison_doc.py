@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tritonllm.config import EngineConfig
+from tritonllm.config.engine import EngineConfig
 
 DOCS = Path(__file__).parents[1] / "docs"
 COMPARISON = (DOCS / "comparison.md").read_text(encoding="utf-8")

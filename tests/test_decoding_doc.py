@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tritonllm.sampling_params import SamplingParams, StructuredOutputsParams
-from tritonllm.vllm_arguments import SAMPLING_DEFAULTS, STRUCTURE_DEFAULTS
+from tritonllm.config.sampling_params import SamplingParams, StructuredOutputsParams
+from tritonllm.config.vllm_arguments import SAMPLING_DEFAULTS, STRUCTURE_DEFAULTS
 
 ROOT = Path(__file__).parents[1]
 ROW = re.compile(r"^\| `(\w+)` \| (.+) \| `(tests/[\w/]+\.py)`, `(\w+)` \|$", re.MULTILINE)

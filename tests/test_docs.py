@@ -42,7 +42,7 @@ def test_paths_exist(page):
 
 
 def test_paths_were_found():
-    assert "engine/scheduler.py" in paths_in(ROOT / "docs" / "design.md")
+    assert "engine/schedule/scheduler.py" in paths_in(ROOT / "docs" / "design.md")
     assert "tests/test_layers.py" in paths_in(ROOT / "CONTRIBUTING.md")
 
 

@@ -9,14 +9,16 @@ import importlib
 import logging
 from typing import TYPE_CHECKING, Any
 
-from tritonllm.starting import no_searches
+from tritonllm import moved
+from tritonllm.system.starting import no_searches
 from tritonllm.version import __version__
 
 if TYPE_CHECKING:
-    from tritonllm.beam_search_params import BeamSearchParams
-    from tritonllm.engine.arg_utils import EngineArgs
-    from tritonllm.engine.engine import LLMEngine
-    from tritonllm.engine.outputs import (
+    from tritonllm.config.beam_search_params import BeamSearchParams
+    from tritonllm.config.pooling_params import PoolerConfig, PoolingParams
+    from tritonllm.config.prompts import TextPrompt, TokensPrompt
+    from tritonllm.config.sampling_params import RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
+    from tritonllm.engine.data.outputs import (
         ClassificationRequestOutput,
         CompletionOutput,
         EmbeddingRequestOutput,
@@ -24,36 +26,36 @@ if TYPE_CHECKING:
         RequestOutput,
         ScoringRequestOutput,
     )
-    from tritonllm.inputs import TextPrompt, TokensPrompt
+    from tritonllm.engine.loop.engine import LLMEngine
+    from tritonllm.engine.start.arg_utils import EngineArgs
     from tritonllm.offline.llm import LLM
-    from tritonllm.pooling_params import PoolerConfig, PoolingParams
-    from tritonllm.sampling_params import RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
-    from tritonllm.serve.async_llm import AsyncEngineArgs, AsyncLLM
+    from tritonllm.serve.engines.async_llm import AsyncEngineArgs, AsyncLLM
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
+moved.install()
 
 _HOME = {
-    "BeamSearchParams": "beam_search_params",
-    "BeamSearchOutput": "engine.outputs",
-    "BeamSearchSequence": "engine.outputs",
+    "BeamSearchParams": "config.beam_search_params",
+    "BeamSearchOutput": "engine.data.outputs",
+    "BeamSearchSequence": "engine.data.outputs",
     "LLM": "offline.llm",
-    "SamplingParams": "sampling_params",
-    "RepetitionDetectionParams": "sampling_params",
-    "StructuredOutputsParams": "sampling_params",
-    "RequestOutput": "engine.outputs",
-    "CompletionOutput": "engine.outputs",
-    "PoolingParams": "pooling_params",
-    "PoolerConfig": "pooling_params",
-    "PoolingRequestOutput": "engine.outputs",
-    "EmbeddingRequestOutput": "engine.outputs",
-    "ClassificationRequestOutput": "engine.outputs",
-    "ScoringRequestOutput": "engine.outputs",
-    "EngineArgs": "engine.arg_utils",
-    "LLMEngine": "engine.engine",
-    "TextPrompt": "inputs",
-    "TokensPrompt": "inputs",
-    "AsyncLLM": "serve.async_llm",
-    "AsyncEngineArgs": "serve.async_llm",
+    "SamplingParams": "config.sampling_params",
+    "RepetitionDetectionParams": "config.sampling_params",
+    "StructuredOutputsParams": "config.sampling_params",
+    "RequestOutput": "engine.data.outputs",
+    "CompletionOutput": "engine.data.outputs",
+    "PoolingParams": "config.pooling_params",
+    "PoolerConfig": "config.pooling_params",
+    "PoolingRequestOutput": "engine.data.outputs",
+    "EmbeddingRequestOutput": "engine.data.outputs",
+    "ClassificationRequestOutput": "engine.data.outputs",
+    "ScoringRequestOutput": "engine.data.outputs",
+    "EngineArgs": "engine.start.arg_utils",
+    "LLMEngine": "engine.loop.engine",
+    "TextPrompt": "config.prompts",
+    "TokensPrompt": "config.prompts",
+    "AsyncLLM": "serve.engines.async_llm",
+    "AsyncEngineArgs": "serve.engines.async_llm",
 }
 
 __all__ = [

@@ -83,31 +83,31 @@ def _in(module: str, *names: str, **others: str) -> dict[str, str]:
     return {name: f"{_ENGINE}{module}:{there}" for name, there in places.items()}
 
 
-_PROMPTS = _in(".inputs", "TextPrompt", "TokensPrompt", PromptType="Prompt")
+_PROMPTS = _in(".config.prompts", "TextPrompt", "TokensPrompt", PromptType="Prompt")
 _OUTPUTS = _in(
-    ".engine.outputs",
+    ".engine.data.outputs",
     *("RequestOutput", "CompletionOutput", "PoolingOutput", "PoolingRequestOutput"),
     *("EmbeddingOutput", "EmbeddingRequestOutput", "ClassificationOutput", "ClassificationRequestOutput"),
     *("ScoringOutput", "ScoringRequestOutput"),
 )
-_LOGPROBS = _in(".engine.outputs", "Logprob", "PromptLogprobs", "SampleLogprobs", LogprobsOnePosition="Logprobs")
+_LOGPROBS = _in(".engine.data.outputs", "Logprob", "PromptLogprobs", "SampleLogprobs", LogprobsOnePosition="Logprobs")
 _SAMPLING = _in(
-    ".sampling_params",
+    ".config.sampling_params",
     *("SamplingParams", "StructuredOutputsParams", "GuidedDecodingParams", "RequestOutputKind"),
     "RepetitionDetectionParams",
 )
 _ARGS = _in("", "EngineArgs", "AsyncEngineArgs")
 _LLM, _ENGINE_CLASS, _ASYNC = _in("", "LLM"), _in("", "LLMEngine"), _in("", "AsyncLLM", AsyncLLMEngine="AsyncLLM")
 _CONFIGS = {
-    "cache": _in(".config", "CacheConfig"),
-    "compilation": _in(".config", "CompilationConfig"),
-    "kv_transfer": _in(".kv_transfer_config", "KVTransferConfig"),
-    "model": _in(".config", "ModelConfig"),
-    "parallel": _in(".parallel_config", "ParallelConfig"),
+    "cache": _in(".config.engine", "CacheConfig"),
+    "compilation": _in(".config.engine", "CompilationConfig"),
+    "kv_transfer": _in(".config.kv_transfer", "KVTransferConfig"),
+    "model": _in(".config.engine", "ModelConfig"),
+    "parallel": _in(".config.parallel", "ParallelConfig"),
     "pooler": _in("", "PoolerConfig"),
-    "profiler": _in(".serve.profiling", "ProfilerConfig"),
-    "scheduler": _in(".config", "SchedulerConfig"),
-    "speculative": _in(".speculative_config", "SpeculativeConfig"),
+    "profiler": _in(".serve.engines.profiling", "ProfilerConfig"),
+    "scheduler": _in(".config.engine", "SchedulerConfig"),
+    "speculative": _in(".config.speculative", "SpeculativeConfig"),
 }
 
 # A module of vLLM: its names, each a value of this file or where it is.
@@ -125,12 +125,12 @@ MODULES: dict[str, dict[str, Any]] = {
     "vllm.sampling_params": {**_SAMPLING, **_in("", "BeamSearchParams")},
     "vllm.beam_search": _in("", "BeamSearchOutput", "BeamSearchSequence"),
     "vllm.pooling_params": _in("", "PoolingParams"),
-    "vllm.tasks": _in(".pooling_params", "PoolingTask"),
+    "vllm.tasks": _in(".config.pooling_params", "PoolingTask"),
     "vllm.config": {name: place for config in _CONFIGS.values() for name, place in config.items()},
     **{f"vllm.config.{module}": names for module, names in _CONFIGS.items()},
     "vllm.outputs": _OUTPUTS,
     "vllm.logprobs": _LOGPROBS,
-    "vllm.sequence": {"Logprob": _LOGPROBS["Logprob"], **_in(".engine.outputs", "RequestMetrics")},
+    "vllm.sequence": {"Logprob": _LOGPROBS["Logprob"], **_in(".engine.data.outputs", "RequestMetrics")},
     "vllm.inputs": _PROMPTS,
     "vllm.inputs.data": _PROMPTS,
     "vllm.engine": {},
@@ -142,8 +142,8 @@ MODULES: dict[str, dict[str, Any]] = {
     "vllm.v1.engine.async_llm": {"AsyncLLM": _ASYNC["AsyncLLM"]},
     "vllm.v1.engine.llm_engine": _ENGINE_CLASS,
     "vllm.v1.metrics": {},
-    "vllm.v1.metrics.reader": _in(".engine.metrics", "Counter", "Gauge", "Histogram", "Metric", "Vector"),
-    "vllm.v1.engine.exceptions": _in(".serve.engine_client", "EngineDeadError"),
+    "vllm.v1.metrics.reader": _in(".engine.loop.metrics", "Counter", "Gauge", "Histogram", "Metric", "Vector"),
+    "vllm.v1.engine.exceptions": _in(".serve.engines.engine_client", "EngineDeadError"),
     "vllm.entrypoints": {},
     "vllm.entrypoints.llm": _LLM,
     "vllm.entrypoints.chat_utils": {"resolve_hf_chat_template": resolve_chat_template},

@@ -2,7 +2,7 @@
 
 ``engine.subscribe(sink)`` calls ``sink(event)`` in the engine's thread, in the order of events. Nothing is built while
 nobody listens: a step then asks three times whether anybody does. Times are seconds of ``time.monotonic()``, as in
-:class:`~tritonllm.engine.outputs.RequestMetrics`.
+:class:`~tritonllm.engine.data.outputs.RequestMetrics`.
 
 A request of the user's has one sequence or several (``n``, beams); steps know sequences only. A lone sequence has the
 request's id.

@@ -2,8 +2,8 @@
 
 A phase is a number of steps that are alike: the same requests decode, and the same prompt is computed in chunks of the
 same size. It ends when a request ends, a prompt is computed, or somebody arrives. How many tokens of prompts a step
-takes is the engine's own rule (tritonllm/engine/prompt_budget.py). A request is admitted when blocks for all that it
-will ever hold are free; the engine is bolder, and preempts where that was too bold.
+takes is the engine's own rule (tritonllm/engine/schedule/prompt_budget.py). A request is admitted when blocks for all
+that it will ever hold are free; the engine is bolder, and preempts where that was too bold.
 """
 
 import math
@@ -15,7 +15,7 @@ from heapq import heappop, heappush
 from bench.cluster.cache import BlockCache, Tier
 from bench.cluster.request import Request
 from bench.cluster.step_times import StepTimes
-from tritonllm.engine.prompt_budget import STEPS, prompt_budget
+from tritonllm.engine.schedule.prompt_budget import STEPS, prompt_budget
 
 SEATS, BUDGET = 256, 8192  # SchedulerConfig's max_num_seqs and max_num_batched_tokens
 BESIDE = 256

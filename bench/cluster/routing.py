@@ -1,6 +1,6 @@
 """Which replica gets a request: the rules of ``tritonllm route``, fast enough for a thousand replicas.
 
-``prefix`` gives the replica that :func:`tritonllm.route.hashing.placed` gives, and ``least-tokens`` and ``round-robin``
+``prefix`` gives the replica that :func:`tritonllm.http.hashing.placed` gives, and ``least-tokens`` and ``round-robin``
 those of :class:`tritonllm.route.pool.Pool`; tests compare them. They stand here once more because ``placed`` looks at
 all names for each request in Python: here the names' hashes are computed together (XXH64, as Collet's
 specification says), and the load of a replica is a number in an array.
@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 
 from bench.cluster.request import Request
-from tritonllm.route.ask import ANSWER_TOKENS, BYTES_PER_TOKEN
+from tritonllm.http.ask import ANSWER_TOKENS, BYTES_PER_TOKEN
 from tritonllm.route.config import BackendConfig, RouterConfig
 
 POLICIES = ("random", "round-robin", "least-tokens", "prefix", "session")

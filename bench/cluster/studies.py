@@ -15,7 +15,7 @@ from bench.cluster.step_times import BLOCK, StepTimes
 from bench.cluster.table import SHARED
 from bench.cluster.traffic import Chats, Traffic, chats
 from bench.reports import RESULTS
-from tritonllm.route.hashing import placed
+from tritonllm.http.hashing import placed
 
 WIDE = 2.0  # a bound on a replica's load that long prompts do not reach by themselves
 NO_BOUND = 1e9

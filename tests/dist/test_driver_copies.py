@@ -19,7 +19,7 @@ from tritonllm.dist.peer_memory import (
     _Copy2D,
     _CopyAttributes,
 )
-from tritonllm.engine.host_copies import HostCopies
+from tritonllm.engine.cache.host_copies import HostCopies
 
 
 class Library:

@@ -136,6 +136,6 @@ def test_in_processes_and_without_a_name():
 
 
 def test_a_step_has_room_for_what_engines_say():
-    from tritonllm.engine.common_steps import Need
+    from tritonllm.engine.step.common_steps import Need
 
     assert len(Need()) <= module.WORDS

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from support.waiting import PATIENCE
 
+from tritonllm.config.parallel import ParallelConfig
 from tritonllm.dist.group import ConnectedGroup, Group
 from tritonllm.dist.pipeline import Pipeline, Team, meet
-from tritonllm.parallel_config import ParallelConfig
 
 CPU = torch.device("cpu")
 

@@ -10,9 +10,11 @@ from support.checkout import environment
 from support.waiting import PATIENCE
 
 import tritonllm
-from tritonllm import as_vllm, inputs, pooling_params, sampling_params
+from tritonllm import as_vllm
+from tritonllm.config import pooling_params, sampling_params
+from tritonllm.config import prompts as inputs
 from tritonllm.demo import model_path
-from tritonllm.engine import outputs
+from tritonllm.engine.data import outputs
 
 SCRIPT = """
 import json, sys

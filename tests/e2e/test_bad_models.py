@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from support.engines import tiny_checkpoint, tiny_llm
 
 from tritonllm import LLM
-from tritonllm.engine.resolve import resolve_dtype
+from tritonllm.engine.start.resolve import resolve_dtype
 
 
 @pytest.fixture

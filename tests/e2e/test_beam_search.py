@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from tritonllm import LLM, BeamSearchParams, SamplingParams
 from tritonllm.cli import main
 from tritonllm.demo import model_path
-from tritonllm.engine import block_copies
+from tritonllm.engine.cache import block_copies
 
 PROMPTS = [random_tokens(length, VOCAB_SIZE, seed=length) for length in (1, 4, 7, 22)]
 ON_GPU = pytest.mark.also_gpu  # float32, where rounding lies far below the gap between two beams

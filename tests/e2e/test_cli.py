@@ -19,8 +19,8 @@ from support.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 
 from tritonllm import SamplingParams
 from tritonllm.cli import main
-from tritonllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from tritonllm.sampling_params import RequestOutputKind
+from tritonllm.config.sampling_params import RequestOutputKind
+from tritonllm.engine.data.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 
 CLOSING_LINE = re.compile(
     r"\[\d+ prompt \+ \d+ generated tokens in [\d.]+ s \| TTFT (median )?\d+ ms \| [\d.]+ tokens/s"

@@ -16,7 +16,7 @@ from triton import knobs
 from triton.runtime import cache
 
 from tritonllm.cli import main
-from tritonllm.engine import precompile
+from tritonllm.engine.start import precompile
 from tritonllm.kernels.compile.cache_folder import MARK
 
 SMALL = ["--max-num-seqs", "4", "--max-num-batched-tokens", "16"]

@@ -18,7 +18,7 @@ from support.waiting import PATIENCE
 
 from tritonllm import LLM, BeamSearchParams, PoolingParams, SamplingParams
 from tritonllm.demo import model_path
-from tritonllm.serve.engine_client import EngineDeadError
+from tritonllm.serve.engines.engine_client import EngineDeadError
 
 SETTINGS = {
     "device": "cpu",

@@ -14,7 +14,7 @@ from support.tiny_models import random_tokens
 from support.tiny_tokenizer import VOCAB_SIZE
 
 from tritonllm import LLM, SamplingParams
-from tritonllm.config import SpeculativeConfig
+from tritonllm.config.engine import SpeculativeConfig
 
 FAMILIES = ["qwen3", "llama", "gemma2", "gpt2", "mpt", "phi", "qwen2_moe", "qwen3_moe", "glm4_moe", "gpt_oss"]
 OF_MAKE_TEST = [("qwen3", "float32"), ("gemma2", "bfloat16"), ("gpt_oss", "bfloat16")]

@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tritonllm import LLM, SamplingParams
 from tritonllm.demo import draft_path, model_path
-from tritonllm.engine import startup
-from tritonllm.engine.draft_model import DraftModel
+from tritonllm.engine.drafts.draft_model import DraftModel
+from tritonllm.engine.start import startup
 
 FAMILIES = ["llama", "gemma2", "gpt2", "qwen3_moe", "mpt", "gpt_oss"]
 PROMPTS = [[3, 4, 5, 6, 7, 8] * 3, [9], list(range(3, 40)), [5, 5, 5, 5], random_tokens(30, VOCAB_SIZE, seed=1)]

@@ -18,7 +18,7 @@ from support.engines import greedy, similar_checkpoint, tiny_checkpoint, tiny_ll
 from support.tiny_tokenizer import VOCAB_SIZE
 
 from tritonllm import SamplingParams
-from tritonllm.sampling_params import StructuredOutputsParams
+from tritonllm.config.sampling_params import StructuredOutputsParams
 
 WIDE = "[(0,), (1,), (2,)]"
 MIXED = "[(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0)]"

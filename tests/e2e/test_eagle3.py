@@ -37,7 +37,7 @@ from support.tiny_models import tiny_config
 from support.tiny_tokenizer import VOCAB_SIZE
 
 from tritonllm import LLM, SamplingParams
-from tritonllm.config import EngineConfig
+from tritonllm.config.engine import EngineConfig
 from tritonllm.layers.fusion import Limits
 from tritonllm.models.checkpoint import read_config
 from tritonllm.testing import relative_error

@@ -14,7 +14,7 @@ from support.tiny_models import random_tokens
 from support.tiny_tokenizer import VOCAB_SIZE
 
 from tritonllm import LLM, BeamSearchParams, PoolingParams, SamplingParams
-from tritonllm.engine.input_processor import derive_seed
+from tritonllm.engine.text.input_processor import derive_seed
 
 BLOCK_SIZE = 4
 MAX_LEN = 52  # the longest prompt and output together need 50

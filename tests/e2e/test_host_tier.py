@@ -10,7 +10,7 @@ from support.tiny_models import random_tokens
 from support.tiny_tokenizer import VOCAB_SIZE
 
 from tritonllm import LLM, BeamSearchParams, SamplingParams
-from tritonllm.engine.host_memory import check_offloading, host_bytes
+from tritonllm.system.host_memory import check_offloading, host_bytes
 
 GIB = 1 << 30
 ROOM = 0.001  # GiB: some hundred tiny blocks

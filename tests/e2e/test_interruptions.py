@@ -15,10 +15,10 @@ from support.tiny_tokenizer import VOCAB_SIZE
 
 import tritonllm
 from tritonllm import SamplingParams
-from tritonllm.engine import engine as engine_module
-from tritonllm.engine.engine import LLMEngine
-from tritonllm.engine.scheduler import Scheduler
-from tritonllm.engine.sleep import SleepMethods
+from tritonllm.engine.loop import engine as engine_module
+from tritonllm.engine.loop.engine import LLMEngine
+from tritonllm.engine.loop.sleep import SleepMethods
+from tritonllm.engine.schedule.scheduler import Scheduler
 
 FOLDERS = tuple(str(Path(tritonllm.__file__).parent / name) for name in ("engine", "offline"))
 SHARED = random_tokens(9, VOCAB_SIZE, seed=1)

@@ -12,7 +12,7 @@ from support.tiny_models import random_tokens
 from support.tiny_tokenizer import VOCAB_SIZE
 from support.waiting import PATIENCE
 
-from tritonllm.engine import kv_settings
+from tritonllm.engine.transfer import settings as kv_settings
 
 SETTINGS = {"peers": ["127.0.0.1"], "timeout": PATIENCE, "wait": PATIENCE, "max_bytes": 1 << 20}
 TINY = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_offloading_size": ROOM}

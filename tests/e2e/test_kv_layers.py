@@ -14,7 +14,7 @@ from support.tiny_models import tiny_config, write_checkpoint
 from support.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 from transformers import AutoModelForCausalLM, OlmoConfig
 
-from tritonllm.engine.host_copies import HostCopies
+from tritonllm.engine.cache.host_copies import HostCopies
 
 LAYERS = 5
 ENDS = [0, 3, 4]  # the last layers of the groups

@@ -10,8 +10,8 @@ from support.real_configs import QWEN3_0_6B
 from support.tiny_models import random_tokens
 
 from tritonllm import LLM
-from tritonllm.engine import host_copies
-from tritonllm.engine.host_copies import HostCopies
+from tritonllm.engine.cache import host_copies
+from tritonllm.engine.cache.host_copies import HostCopies
 
 pytestmark = pytest.mark.gpu
 PROMPTS = [random_tokens(n, 10000, seed=n) for n in (700, 1, 33, 128, 2, 511, 1500, 90, 300)]

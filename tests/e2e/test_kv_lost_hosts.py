@@ -10,7 +10,7 @@ from support.namespaces import network
 from support.server import eventually
 from support.waiting import PATIENCE
 
-from tritonllm.engine.kv_peer_client import FRESH
+from tritonllm.engine.transfer.peer_client import FRESH
 
 pytestmark = pytest.mark.long
 

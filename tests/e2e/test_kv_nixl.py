@@ -8,7 +8,7 @@ from support.kv_sharing import FULL, PROMPTS, all_slots_are_back, computed_alone
 from support.nixl_agents import Network
 from support.waiting import PATIENCE
 
-from tritonllm.engine import kv_settings
+from tritonllm.engine.transfer import settings as kv_settings
 
 installed = pytest.mark.skipif(find_spec("nixl") is None, reason="needs the extra nixl")
 

@@ -14,7 +14,7 @@ from support.kv_sharing import FULL, PROMPTS, ROOM, all_slots_are_back, computed
 from support.kv_sharing import run_prompts as run
 
 from tritonllm import LLM, SamplingParams
-from tritonllm.engine import kv_folder
+from tritonllm.engine.transfer import folder as kv_folder
 
 
 @pytest.fixture(scope="module")

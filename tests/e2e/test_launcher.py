@@ -16,7 +16,7 @@ from support.server import eventually
 from support.streams import all_gone
 from support.waiting import PATIENCE
 
-from tritonllm.engine.agreement import EVERY
+from tritonllm.engine.data.agreement import EVERY
 
 pytestmark = pytest.mark.long
 

@@ -12,8 +12,8 @@ from support.tiny_tokenizer import VOCAB_SIZE
 from transformers import AutoModelForCausalLM
 
 from tritonllm import BeamSearchParams, RepetitionDetectionParams, SamplingParams
-from tritonllm.engine.input_processor import TokenizedPrompt
-from tritonllm.engine.request import PACKED
+from tritonllm.engine.data.request import PACKED
+from tritonllm.engine.text.input_processor import TokenizedPrompt
 
 PROMPTS = [random_tokens(n, VOCAB_SIZE, seed=n) for n in (1, 3, 17, 40, 5, 64, 9, 30)]
 
@@ -490,7 +490,7 @@ def test_abort_frees_everything_at_once(llm):
 
 
 def test_delta_outputs_add_up(llm):
-    from tritonllm.sampling_params import RequestOutputKind
+    from tritonllm.config.sampling_params import RequestOutputKind
 
     (whole,) = llm.generate(["the cat"], greedy(20), use_tqdm=False)
     llm.engine.add_request("d", "the cat", greedy(20, output_kind=RequestOutputKind.DELTA))

@@ -13,10 +13,10 @@ from support.real_configs import QWEN3_0_6B
 from support.tiny_models import random_tokens
 
 from tritonllm import LLM, SamplingParams
-from tritonllm.engine import shared_prefix
-from tritonllm.engine.results import StepTimeoutError
-from tritonllm.engine.room_sizes import graph_sizes
-from tritonllm.engine.shared_prefix import CascadePlanner
+from tritonllm.engine.data.results import StepTimeoutError
+from tritonllm.engine.step import shared_prefix
+from tritonllm.engine.step.room_sizes import graph_sizes
+from tritonllm.engine.step.shared_prefix import CascadePlanner
 
 pytestmark = pytest.mark.gpu
 

@@ -7,7 +7,7 @@ from support.tiny_models import random_tokens
 from support.tiny_tokenizer import VOCAB_SIZE
 
 from tritonllm import LLM, EngineArgs, SamplingParams
-from tritonllm.engine.processors import load_maker
+from tritonllm.engine.step.processors import load_maker
 
 PROMPTS = [random_tokens(n, VOCAB_SIZE, seed=n) for n in (1, 3, 17, 30)]
 AHEAD = pytest.mark.parametrize("ahead", [False, True])

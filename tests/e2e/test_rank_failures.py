@@ -21,10 +21,10 @@ from support.ranks import shared_memory
 from support.waiting import PATIENCE
 
 from tritonllm.dist.watch import WorkerError
-from tritonllm.engine import executor
-from tritonllm.engine.agreement import EVERY
-from tritonllm.engine.step import FREE
-from tritonllm.engine.step_bytes import unpack
+from tritonllm.engine.data.agreement import EVERY
+from tritonllm.engine.data.step import FREE
+from tritonllm.engine.data.step_bytes import unpack
+from tritonllm.engine.ranks import executor
 
 pytestmark = pytest.mark.long
 

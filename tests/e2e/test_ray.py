@@ -12,10 +12,10 @@ from support.server import eventually, running_server
 from support.waiting import PATIENCE
 
 from tritonllm import LLM, env
-from tritonllm.config import EngineConfig
+from tritonllm.config.engine import EngineConfig
 from tritonllm.demo import model_path
 from tritonllm.dist.watch import WorkerError
-from tritonllm.engine.ray_ranks import RayRanks
+from tritonllm.engine.ranks.ray_ranks import RayRanks
 
 pytestmark = pytest.mark.long
 
@@ -72,7 +72,7 @@ def test_a_rank_that_is_killed_ends_the_requests(cluster):
 
 
 def test_what_cannot_be_is_said(cluster, monkeypatch):
-    monkeypatch.setattr("tritonllm.engine.ray_ranks.PLACES", 1.0)
+    monkeypatch.setattr("tritonllm.engine.ranks.ray_ranks.PLACES", 1.0)
     with pytest.raises(ValueError, match=r"found no room for 4 ranks, each with 1 CPU, .*free in the cluster: 2 CPU"):
         tiny_llm(**{**SETTINGS, "tensor_parallel_size": 4})
     eventually(lambda: all_free())

@@ -17,9 +17,9 @@ from support.waiting import PATIENCE
 from support.wishes import SIZES, WISHES, assert_same, assert_same_beams, generate, prompts_of
 
 from tritonllm import LLM, SamplingParams
-from tritonllm.config import EngineConfig
-from tritonllm.serve.engine_client import EngineDeadError
-from tritonllm.serve.replicas import start_engines
+from tritonllm.config.engine import EngineConfig
+from tritonllm.serve.engines.engine_client import EngineDeadError
+from tritonllm.serve.engines.replicas import start_engines
 
 FAMILY = "qwen3_moe"
 LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)

@@ -8,7 +8,7 @@ from support.tiny_models import random_tokens
 from support.tiny_tokenizer import VOCAB_SIZE
 
 from tritonllm import LLM
-from tritonllm.engine import shared_prefix
+from tritonllm.engine.step import shared_prefix
 from tritonllm.layers import attention
 
 SHARED = random_tokens(22, VOCAB_SIZE, seed=1)

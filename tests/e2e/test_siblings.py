@@ -8,7 +8,7 @@ from support.tiny_models import random_tokens
 from support.tiny_tokenizer import VOCAB_SIZE
 
 from tritonllm import SamplingParams
-from tritonllm.engine.input_processor import derive_seed
+from tritonllm.engine.text.input_processor import derive_seed
 
 ON_GPU = pytest.mark.also_gpu  # float32, where rounding lies far below the gap between two draws
 LENGTHS = (1, 4, 7, 21, 44)

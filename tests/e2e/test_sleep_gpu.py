@@ -12,8 +12,8 @@ from support.real_configs import QWEN3_0_6B
 from support.tiny_models import random_tokens
 
 from tritonllm import LLM
-from tritonllm.engine.asleep import AsleepError
-from tritonllm.engine.device_memory import Arena
+from tritonllm.engine.cache.device_memory import Arena
+from tritonllm.engine.data.asleep import AsleepError
 
 pytestmark = pytest.mark.gpu
 

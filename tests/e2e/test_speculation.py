@@ -18,9 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.known_texts import drafter_of
 from tritonllm import LLM, SamplingParams
-from tritonllm.config import SpeculativeConfig
+from tritonllm.config.engine import SpeculativeConfig
 from tritonllm.demo import model_path
-from tritonllm.engine.drafters import NgramDrafter
+from tritonllm.engine.drafts.drafters import NgramDrafter
 
 TREES = [  # wide, deep, and both
     [(0,), (1,), (2,)],

@@ -17,13 +17,13 @@ from support.waiting import PATIENCE
 from xgrammar import BatchGrammarMatcher, GrammarMatcher
 
 from tritonllm import LLM, SamplingParams, StructuredOutputsParams
+from tritonllm.config.sampling_params import GuidedDecodingParams
 from tritonllm.demo import model_path
-from tritonllm.engine import engine as engine_module
-from tritonllm.engine import grammar as grammar_module
-from tritonllm.engine import jump_forward
-from tritonllm.engine.grammar import GrammarControl, Grammars, masks_of
-from tritonllm.engine.results import RunningStep
-from tritonllm.sampling_params import GuidedDecodingParams
+from tritonllm.engine.data.results import RunningStep
+from tritonllm.engine.grammar import grammar as grammar_module
+from tritonllm.engine.grammar import jump_forward
+from tritonllm.engine.grammar.grammar import GrammarControl, Grammars, masks_of
+from tritonllm.engine.loop import engine as engine_module
 
 # With the first words of most stories two tokens are equally likely, to the last bit, and then batches may differ.
 PROMPTS = ["The little dog", "One day, Lily", "There was", "A big cat"]

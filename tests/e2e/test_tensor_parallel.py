@@ -17,7 +17,7 @@ from support.wishes import (
 
 from tritonllm import SamplingParams
 from tritonllm.dist.group import share_of
-from tritonllm.engine import drawing
+from tritonllm.engine.step import drawing
 from tritonllm.kernels import sample_shard
 
 pytestmark = pytest.mark.usefixtures("imported_ranks")

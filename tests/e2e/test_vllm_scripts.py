@@ -22,7 +22,7 @@ from tritonllm import (
     inputs,
 )
 from tritonllm.demo import model_path
-from tritonllm.engine.metrics import Counter, Gauge, Histogram, Vector
+from tritonllm.engine.loop.metrics import Counter, Gauge, Histogram, Vector
 
 MODEL = str(model_path())
 SPECULATION = ("drafts", "accepted_tokens", "accepted_tokens_per_pos")

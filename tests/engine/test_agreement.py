@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tritonllm.engine.agreement import EVERY, Claims, Comparison, DivergedError, Evidence, Sums, Witness
-from tritonllm.engine.inputs import upload_step
-from tritonllm.engine.step import Step
-from tritonllm.engine.step_inputs import StepInputs
+from tritonllm.engine.data.agreement import EVERY, Claims, Comparison, DivergedError, Evidence, Sums, Witness
+from tritonllm.engine.data.inputs import upload_step
+from tritonllm.engine.data.step import Step
+from tritonllm.engine.data.step_inputs import StepInputs
 from tritonllm.layers.segments import Segment, Segments
 
 CPU = torch.device("cpu")

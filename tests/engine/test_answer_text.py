@@ -9,14 +9,14 @@ from support.examples import examples
 from support.random_tokenizers import ByteFallback
 
 from tritonllm import LLM, SamplingParams, StructuredOutputsParams
+from tritonllm.config.sampling_params import RequestOutputKind
+from tritonllm.config.thought_format import ThoughtFormat
 from tritonllm.demo import model_path
-from tritonllm.engine.answer_text import ENDS, Channels, Marks, Tagged
-from tritonllm.engine.output_processor import SequenceOutput
-from tritonllm.engine.request import Request, RequestStatus
-from tritonllm.sampling_params import RequestOutputKind
+from tritonllm.engine.data.request import Request, RequestStatus
+from tritonllm.engine.text.answer_text import ENDS, Channels, Marks, Tagged
+from tritonllm.engine.text.output_processor import SequenceOutput
 from tritonllm.serve.parsing.choose import Formats
 from tritonllm.serve.parsing.pieces import Arguments, Content
-from tritonllm.thought_format import ThoughtFormat
 
 TAGS = ["<think>", "</think>", "<thi", "</thi", "nk>", "<", "a", "b ", " ", "\n", "é"]
 MARKS = [

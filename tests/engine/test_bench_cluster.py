@@ -23,7 +23,7 @@ from bench.cluster.traffic import Traffic, chats, single
 from bench.engine_floors import READ_OVER_COPY, Shape
 from bench.engine_workloads import MODELS
 from bench.reports import RESULTS, kind_of
-from tritonllm.route.ask import ANSWER_TOKENS, Ask
+from tritonllm.http.ask import ANSWER_TOKENS, Ask
 from tritonllm.route.config import BackendConfig, RouterConfig
 from tritonllm.route.pool import Pool
 

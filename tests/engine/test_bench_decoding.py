@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from bench import decoding, engine_workloads, tables
 from bench.synthetic_vocabulary import vocabulary, write_tokenizer
-from tritonllm.sampling_params import StructuredOutputsParams
+from tritonllm.config.sampling_params import StructuredOutputsParams
 
 pytestmark = pytest.mark.long
 

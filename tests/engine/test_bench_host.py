@@ -5,7 +5,7 @@ import json
 import pytest
 
 from bench import host
-from tritonllm.sampling_params import RequestOutputKind
+from tritonllm.config.sampling_params import RequestOutputKind
 
 pytestmark = pytest.mark.long
 

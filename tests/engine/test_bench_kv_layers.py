@@ -6,7 +6,7 @@ import pytest
 from support.engines import tiny_checkpoint
 
 from bench import kv_layers, reports, tables
-from tritonllm.engine.host_copies import HostCopies
+from tritonllm.engine.cache.host_copies import HostCopies
 
 pytestmark = pytest.mark.long
 

@@ -10,7 +10,7 @@ from support.ipc_memory import device_slots, stand_in
 
 from bench import kv_link, tables
 from bench.kv_link import Job
-from tritonllm.engine.kv_peer import Peer
+from tritonllm.engine.transfer.peer import Peer
 
 pytestmark = pytest.mark.long
 

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.examples import examples
 
-from tritonllm.engine.block_pool import BlockPool
+from tritonllm.engine.schedule.block_pool import BlockPool
 
 LABELS = st.sampled_from([b"a", b"b", b"c", b"d"])
 

@@ -5,16 +5,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tritonllm.engine.builder import StepBuilder
-from tritonllm.engine.device_seats import DeviceSeats
-from tritonllm.engine.inputs import upload_step
-from tritonllm.engine.plan import ScheduledRequest, StepPlan
-from tritonllm.engine.pooled_spans import PooledSpan
-from tritonllm.engine.request import Pooling, Request
-from tritonllm.engine.shared_prefix import MIN_SAVED_BYTES, CascadePlanner
-from tritonllm.engine.step_bytes import pack, unpack
+from tritonllm.config.sampling_params import SamplingParams
+from tritonllm.engine.data.inputs import upload_step
+from tritonllm.engine.data.plan import ScheduledRequest, StepPlan
+from tritonllm.engine.data.pooled_spans import PooledSpan
+from tritonllm.engine.data.request import Pooling, Request
+from tritonllm.engine.data.step_bytes import pack, unpack
+from tritonllm.engine.step.builder import StepBuilder
+from tritonllm.engine.step.device_seats import DeviceSeats
+from tritonllm.engine.step.shared_prefix import MIN_SAVED_BYTES, CascadePlanner
 from tritonllm.layers.segments import Segment, Segments, decodes
-from tritonllm.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
 SEATS = 8

@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 from support.examples import examples
 from support.scheduling import make, make_scheduler
 
-from tritonllm.engine.builder import StepBuilder
-from tritonllm.engine.plan import StepPlan
-from tritonllm.engine.shared_prefix import MIN_SAVED_BYTES, CascadePlanner
-from tritonllm.engine.step_inputs import COLUMNS, PARAMETERS
+from tritonllm.engine.data.plan import StepPlan
+from tritonllm.engine.data.step_inputs import COLUMNS, PARAMETERS
+from tritonllm.engine.step.builder import StepBuilder
+from tritonllm.engine.step.shared_prefix import MIN_SAVED_BYTES, CascadePlanner
 from tritonllm.layers.segments import Segment, Segments, decodes
 
 SEATS, MAX_BLOCKS, BLOCK = 5, 20, 4

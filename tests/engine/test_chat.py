@@ -5,8 +5,8 @@ from support.tiny_tokenizer import save_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from tritonllm.engine.chat import ChatOptions, render
-from tritonllm.engine.tokenizer import render_template
+from tritonllm.engine.text.chat import ChatOptions, render
+from tritonllm.engine.text.tokenizer import render_template
 
 USER = {"role": "user", "content": "the cat"}
 DEEP: list = []

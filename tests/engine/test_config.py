@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from tritonllm.config import CacheConfig, CompilationConfig, EngineConfig, ModelConfig, SchedulerConfig
-from tritonllm.engine.arg_utils import EngineArgs
-from tritonllm.speculative_config import SpeculativeConfig
+from tritonllm.config.engine import CacheConfig, CompilationConfig, EngineConfig, ModelConfig, SchedulerConfig
+from tritonllm.config.speculative import SpeculativeConfig
+from tritonllm.engine.start.arg_utils import EngineArgs
 
 DRAFT_MODEL = SpeculativeConfig(method="draft_model", model="m", num_speculative_tokens=2)
 

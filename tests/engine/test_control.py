@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.engines import greedy, thinking_checkpoint, tiny_llm, token_ids
 
-from tritonllm.engine.control import AfterThought, AtLeast, ThinkingBudget, mask_of, thought_tokens
-from tritonllm.sampling_params import SamplingParams, StructuredOutputsParams
+from tritonllm.config.sampling_params import SamplingParams, StructuredOutputsParams
+from tritonllm.engine.data.control import AfterThought, AtLeast, ThinkingBudget, mask_of, thought_tokens
 
 BEGIN, END = 1, 2
 

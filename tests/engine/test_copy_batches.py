@@ -1,4 +1,4 @@
-from tritonllm.engine.copy_batches import UnderWay
+from tritonllm.engine.data.copy_batches import UnderWay
 
 
 def test_what_a_block_waits_for():

@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from tritonllm.engine.cpu_threads import granted_cores, threads_for
+from tritonllm.system.cpu_threads import granted_cores, threads_for
 
 
 @pytest.mark.parametrize(

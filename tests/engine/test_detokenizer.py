@@ -7,8 +7,15 @@ from support.examples import examples
 from support.random_tokenizers import OTHERS, WORDS, ByteFallback, ByteLevel, SlowTokenizer, with_words
 from support.tiny_tokenizer import save_tokenizer
 
-from tritonllm.engine.detokenizer import REPLACEMENT, IncrementalDetokenizer, Words, backend_of, bytes_of, find_stop
-from tritonllm.engine.tokenizer import bad_word_ids, load_tokenizer
+from tritonllm.engine.text.detokenizer import (
+    REPLACEMENT,
+    IncrementalDetokenizer,
+    Words,
+    backend_of,
+    bytes_of,
+    find_stop,
+)
+from tritonllm.engine.text.tokenizer import bad_word_ids, load_tokenizer
 
 text = st.text(alphabet=st.characters(exclude_categories=["Cs"], exclude_characters=[REPLACEMENT]), max_size=30)
 

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from tritonllm.engine.device_memory import ALIGNMENT, Arena, CudaPages, HostPages
+from tritonllm.engine.cache.device_memory import ALIGNMENT, Arena, CudaPages, HostPages
 
 CPU = torch.device("cpu")
 PAGE = HostPages.granularity
@@ -196,7 +196,7 @@ def test_calls_of_the_driver(monkeypatch):
 
 
 def test_structures_are_as_the_driver_has_them():
-    from tritonllm.engine import device_memory
+    from tritonllm.engine.cache import device_memory
 
     assert ctypes.sizeof(device_memory._Properties) == 32
     assert device_memory._Properties.win32_handle_meta_data.offset == 16

@@ -5,11 +5,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tritonllm.engine.block_copies import BlockCopies
-from tritonllm.engine.draft_tree import DraftTree
+from tritonllm.config.speculative import SpeculativeConfig
+from tritonllm.config.token_tree import is_chain, parents_of, parse_tree
+from tritonllm.engine.cache.block_copies import BlockCopies
+from tritonllm.engine.drafts.draft_tree import DraftTree
 from tritonllm.kernels.speculative.draft_path import follow_tree_ref
-from tritonllm.speculative_config import SpeculativeConfig
-from tritonllm.token_tree import is_chain, parents_of, parse_tree
 
 CPU = torch.device("cpu")
 NAME = "speculative_config: speculative_token_tree"

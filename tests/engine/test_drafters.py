@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tritonllm.engine import drafters
-from tritonllm.engine.drafters import SuffixDrafter
+from tritonllm.engine.drafts import drafters
+from tritonllm.engine.drafts.drafters import SuffixDrafter
 
 ROOM = 8
 

@@ -9,10 +9,10 @@ from support.tiny_models import tiny_config, write_checkpoint
 
 from tritonllm.dist.group import ConnectedGroup
 from tritonllm.dist.shared_rows import SharedRows
-from tritonllm.engine.device_seats import DeviceSeats
-from tritonllm.engine.drawing import Drawing
-from tritonllm.engine.pooler import Pooler
-from tritonllm.engine.sampler import Sampler
+from tritonllm.engine.step.device_seats import DeviceSeats
+from tritonllm.engine.step.drawing import Drawing
+from tritonllm.engine.step.pooler import Pooler
+from tritonllm.engine.step.sampler import Sampler
 from tritonllm.kernels import SHARD_UNIT, sample
 from tritonllm.kernels.sampling.common import STEP
 from tritonllm.kernels.sampling.seats import SamplingRows

@@ -9,7 +9,7 @@ from support.examples import examples
 
 from tritonllm import LLM, SamplingParams, StructuredOutputsParams
 from tritonllm.demo import model_path
-from tritonllm.engine.announcer import Announcer
+from tritonllm.engine.loop.announcer import Announcer
 from tritonllm.events import (
     EngineReset,
     RequestAdded,

@@ -8,7 +8,8 @@ from support.random_texts import allows, compiled
 from support.random_texts import compiler as new_compiler
 from xgrammar.testing import _is_grammar_accept_string
 
-from tritonllm.engine.expressions import (
+from tritonllm.config.sampling_params import StructuredOutputsParams
+from tritonllm.engine.grammar.expressions import (
     MOST_REPEATS,
     MOST_REPEATS_IN_ALL,
     MOST_RULES,
@@ -17,8 +18,7 @@ from tritonllm.engine.expressions import (
     too_large,
     without_dots,
 )
-from tritonllm.engine.grammar import parse
-from tritonllm.sampling_params import StructuredOutputsParams
+from tritonllm.engine.grammar.grammar import parse
 
 
 def rules(count):

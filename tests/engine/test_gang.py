@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.scheduling import add, has_unfinished, make, make_scheduler, step
 
-from tritonllm.engine.block_copies import BlockCopies
-from tritonllm.engine.block_pool import BlockPool
-from tritonllm.engine.control import ReadsOutput
-from tritonllm.engine.gang import fork, free, move
-from tritonllm.engine.request import RequestStatus
+from tritonllm.engine.cache.block_copies import BlockCopies
+from tritonllm.engine.data.control import ReadsOutput
+from tritonllm.engine.data.request import RequestStatus
+from tritonllm.engine.schedule.block_pool import BlockPool
+from tritonllm.engine.schedule.gang import fork, free, move
 
 
 def add_siblings(scheduler, name, prompt, n, most=None, **kwargs):

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tritonllm.engine.generation_config import end_tokens, read_generation_config
+from tritonllm.engine.text.generation_config import end_tokens, read_generation_config
 
 SPEC = SimpleNamespace(eos_token_ids=(1,), vocab_size=10)
 

@@ -9,15 +9,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tritonllm.engine import graphs as module
-from tritonllm.engine.common_steps import Need, room_for_rows
-from tritonllm.engine.device_seats import DeviceSeats
-from tritonllm.engine.graphs import GraphKey, GraphLimits, StepGraphs
-from tritonllm.engine.inputs import upload_step
-from tritonllm.engine.room_sizes import graph_sizes
-from tritonllm.engine.runner import NOTHING
-from tritonllm.engine.step import PromptSpan, SharedPrefix, Step
-from tritonllm.engine.step_inputs import PARAMETERS, SamplingParameters, StepInputs
+from tritonllm.engine.data.inputs import upload_step
+from tritonllm.engine.data.step import PromptSpan, SharedPrefix, Step
+from tritonllm.engine.data.step_inputs import PARAMETERS, SamplingParameters, StepInputs
+from tritonllm.engine.step import graphs as module
+from tritonllm.engine.step.common_steps import Need, room_for_rows
+from tritonllm.engine.step.device_seats import DeviceSeats
+from tritonllm.engine.step.graphs import GraphKey, GraphLimits, StepGraphs
+from tritonllm.engine.step.room_sizes import graph_sizes
+from tritonllm.engine.step.runner import NOTHING
 from tritonllm.layers.attention import paged_attention
 from tritonllm.layers.metadata import KVCacheView
 from tritonllm.layers.regime import Regimes

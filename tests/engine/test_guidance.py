@@ -15,9 +15,9 @@ from support.schemas import SCHEMAS, valid
 
 from tritonllm import LLM, SamplingParams, StructuredOutputsParams
 from tritonllm.demo import model_path
-from tritonllm.engine import engine as engine_module
-from tritonllm.engine import guidance
-from tritonllm.engine.input_processor import InputProcessor
+from tritonllm.engine.grammar import guidance
+from tritonllm.engine.loop import engine as engine_module
+from tritonllm.engine.text.input_processor import InputProcessor
 
 llguidance = pytest.importorskip("llguidance")
 PROMPTS = ["The little dog", "One day, Lily", "There was", "A big cat"]

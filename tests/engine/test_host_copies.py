@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tritonllm.engine import host_copies
-from tritonllm.engine.copy_batches import Transfers
-from tritonllm.engine.host_copies import HostCopies, device_bytes, runs, staging_bytes
+from tritonllm.engine.cache import host_copies
+from tritonllm.engine.cache.host_copies import HostCopies, device_bytes, runs, staging_bytes
+from tritonllm.engine.data.copy_batches import Transfers
 
 
 def make(device, blocks=12, slots=9, dtype=torch.bfloat16, layers=(2, 1), on_device=False):

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 from support.scheduling import add, make, make_scheduler, step
 
-from tritonllm.config import CacheConfig, SchedulerConfig
-from tritonllm.engine.host_tier import HostTier
-from tritonllm.engine.rates import Rates
-from tritonllm.engine.scheduler import Scheduler
+from tritonllm.config.engine import CacheConfig, SchedulerConfig
+from tritonllm.engine.schedule.host_tier import HostTier
+from tritonllm.engine.schedule.rates import Rates
+from tritonllm.engine.schedule.scheduler import Scheduler
 
 
 def tiered(num_blocks=8, num_slots=50, *, caching=True, rates=None, tokens=100):

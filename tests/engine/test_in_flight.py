@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tritonllm.engine.in_flight import InFlight
+from tritonllm.engine.loop.in_flight import InFlight
 
 
 class Running:

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from support.examples import examples
 from transformers import AutoTokenizer
 
+from tritonllm.config.prompts import as_list
+from tritonllm.config.sampling_params import SamplingParams
 from tritonllm.demo import model_path
-from tritonllm.engine.chat import ChatOptions, render
-from tritonllm.engine.input_processor import SURELY_QUICK, InputProcessor
-from tritonllm.inputs import as_list
-from tritonllm.sampling_params import SamplingParams
+from tritonllm.engine.text.chat import ChatOptions, render
+from tritonllm.engine.text.input_processor import SURELY_QUICK, InputProcessor
 
 MOST = 64  # max_model_len
 

@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tritonllm.engine.inputs import cascade_arrays, upload, upload_one
-from tritonllm.engine.step import SharedPrefix
+from tritonllm.engine.data.inputs import cascade_arrays, upload, upload_one
+from tritonllm.engine.data.step import SharedPrefix
 from tritonllm.kernels import plan_cascade
 from tritonllm.kernels.attention.cascade import cascade_parts
 

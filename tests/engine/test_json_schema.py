@@ -6,9 +6,16 @@ import pytest
 from hypothesis import given
 from support.schemas import SCHEMAS
 
-from tritonllm.engine.grammar import parse
-from tritonllm.engine.json_schema import MOST_BRANCHES, MOST_DEPTH, MOST_GROUPS, MOST_OPTIONAL, malformed, unsupported
-from tritonllm.sampling_params import StructuredOutputsParams
+from tritonllm.config.sampling_params import StructuredOutputsParams
+from tritonllm.engine.grammar.grammar import parse
+from tritonllm.engine.grammar.json_schema import (
+    MOST_BRANCHES,
+    MOST_DEPTH,
+    MOST_GROUPS,
+    MOST_OPTIONAL,
+    malformed,
+    unsupported,
+)
 
 OVERLAP = "'oneOf' of schemas of which two may be valid ('anyOf' can be kept)"
 WRONG = {"not": {"type": "null"}}

@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tritonllm.engine.control import mask_of, only_token
-from tritonllm.engine.jump_forward import MOST_RUNNING, forced_tokens, jump
-from tritonllm.engine.request import Request, RequestStatus
-from tritonllm.engine.room_sizes import SMALL, chunk_capacity
-from tritonllm.sampling_params import SamplingParams
+from tritonllm.config.sampling_params import SamplingParams
+from tritonllm.engine.data.control import mask_of, only_token
+from tritonllm.engine.data.request import Request, RequestStatus
+from tritonllm.engine.grammar.jump_forward import MOST_RUNNING, forced_tokens, jump
+from tritonllm.engine.step.room_sizes import SMALL, chunk_capacity
 
 
 @given(st.sets(st.integers(0, 99), max_size=3))

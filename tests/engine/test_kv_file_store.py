@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from support.waiting import PATIENCE, eventually
 
-from tritonllm.engine import kv_file_store, kv_folder
-from tritonllm.engine.kv_file_store import FileStore, FileStoreSettings
-from tritonllm.engine.kv_files import BlockFiles
-from tritonllm.engine.kv_folder import MARKER
+from tritonllm.engine.transfer import file_store as kv_file_store
+from tritonllm.engine.transfer import folder as kv_folder
+from tritonllm.engine.transfer.file_store import FileStore, FileStoreSettings
+from tritonllm.engine.transfer.files import BlockFiles
+from tritonllm.engine.transfer.folder import MARKER
 
 KEYS = [bytes([n]) * 16 for n in range(7)]
 

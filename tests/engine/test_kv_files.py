@@ -19,9 +19,10 @@ from support.examples import examples
 from support.foreign_files import make_old, what_is
 from support.waiting import PATIENCE
 
-from tritonllm.engine import kv_files, kv_folder
-from tritonllm.engine.kv_files import HEADER, BlockFiles
-from tritonllm.engine.kv_folder import HEAD, MARKER
+from tritonllm.engine.transfer import files as kv_files
+from tritonllm.engine.transfer import folder as kv_folder
+from tritonllm.engine.transfer.files import HEADER, BlockFiles
+from tritonllm.engine.transfer.folder import HEAD, MARKER
 
 KEY, OTHER = b"k" * 16, b"o" * 16
 PARTS = b"keys and values", b"of a draft model"
@@ -171,7 +172,7 @@ def test_a_stopped_process_stops_nobody(tmp_path, monkeypatch):
     code = """
 import sys, time
 from pathlib import Path
-from tritonllm.engine.kv_files import BlockFiles
+from tritonllm.engine.transfer.files import BlockFiles
 with BlockFiles(Path(sys.argv[1]), 10**9)._lock():
     print("locked", flush=True)
     time.sleep(10**6)
@@ -243,7 +244,7 @@ def test_a_full_disk(tmp_path):
     code = """
 import logging, resource, signal, sys
 from pathlib import Path
-from tritonllm.engine.kv_files import BlockFiles
+from tritonllm.engine.transfer.files import BlockFiles
 logging.basicConfig()
 files = BlockFiles(Path(sys.argv[1]), 10**9)
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -305,8 +306,8 @@ def test_several_processes_keep_to_one_limit_and_to_what_is_theirs(tmp_path, mon
     code = """
 import sys
 from pathlib import Path
-from tritonllm.engine import kv_folder
-from tritonllm.engine.kv_files import BlockFiles
+from tritonllm.engine.transfer import folder as kv_folder
+from tritonllm.engine.transfer.files import BlockFiles
 kv_folder.PATIENCE = float(sys.argv[3])
 files = BlockFiles(Path(sys.argv[1]), 50_000)
 for n in range(200):
@@ -328,7 +329,7 @@ def test_a_process_that_is_killed_while_it_writes_leaves_nothing_wrong(tmp_path)
     code = """
 import sys
 from pathlib import Path
-from tritonllm.engine.kv_files import BlockFiles
+from tritonllm.engine.transfer.files import BlockFiles
 files = BlockFiles(Path(sys.argv[1]), 10**9)
 for n in range(10**6):
     files.write(n.to_bytes(16, "big"), [memoryview(n.to_bytes(8, "big") * 25_000)])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tritonllm.engine.kv_fingerprint import model_fingerprint
+from tritonllm.engine.transfer.fingerprint import model_fingerprint
 
 CONFIG = {"hidden_size": 4, "rope_theta": 1e4, "_name_or_path": "a", "transformers_version": "1"}
 

@@ -12,8 +12,8 @@ import pytest
 from support.foreign_files import make_old, what_is
 from support.waiting import PATIENCE
 
-from tritonllm.engine import kv_folder
-from tritonllm.engine.kv_folder import HEAD, MARKER, StoreFolder, check_folder, claim, claimed_of
+from tritonllm.engine.transfer import folder as kv_folder
+from tritonllm.engine.transfer.folder import HEAD, MARKER, StoreFolder, check_folder, claim, claimed_of
 
 
 @contextmanager

@@ -18,15 +18,17 @@ from support.server import eventually
 from support.small_slots import ALL, KEYS, SIZE, SLOTS, check_harm, loaded, memory, saved
 from support.waiting import PATIENCE
 
-from tritonllm.engine import kv_ipc, kv_peer_client, kv_settings
-from tritonllm.engine.kv_ipc import DeviceReads
-from tritonllm.engine.kv_ipc_memory import arena_bytes
-from tritonllm.engine.kv_nixl import Reads
-from tritonllm.engine.kv_peer import Peer, PeerSettings
-from tritonllm.engine.kv_plane import Frames
-from tritonllm.engine.kv_settings import make_connector
-from tritonllm.engine.kv_wire import places_frame
-from tritonllm.kv_transfer_config import KVTransferConfig
+from tritonllm.config.kv_transfer import KVTransferConfig
+from tritonllm.engine.transfer import ipc as kv_ipc
+from tritonllm.engine.transfer import peer_client as kv_peer_client
+from tritonllm.engine.transfer import settings as kv_settings
+from tritonllm.engine.transfer.ipc import DeviceReads
+from tritonllm.engine.transfer.ipc_memory import arena_bytes
+from tritonllm.engine.transfer.nixl import Reads
+from tritonllm.engine.transfer.peer import Peer, PeerSettings
+from tritonllm.engine.transfer.plane import Frames
+from tritonllm.engine.transfer.settings import make_connector
+from tritonllm.engine.transfer.wire import places_frame
 
 FIRST_BYTES = 400  # of an answer, and more: the description, the places and which still are
 
@@ -148,7 +150,7 @@ def test_what_is_old_is_given_up_while_it_is_read(host, engines, monkeypatch):
     assert consumer.load(KEYS[:2], [0, 1], offer).result(PATIENCE) == [True, True]
 
     def change():
-        monkeypatch.setattr("tritonllm.engine.kv_kept.time.monotonic", lambda: now() + 100.0)
+        monkeypatch.setattr("tritonllm.engine.transfer.kept.time.monotonic", lambda: now() + 100.0)
         producer.kept.has(KEYS[5])
         monkeypatch.undo()
 

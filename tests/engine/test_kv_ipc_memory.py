@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tritonllm.engine.kv_connector import DeviceSlots
-from tritonllm.engine.kv_ipc_memory import Arena, arena_bytes, runs_of
-from tritonllm.engine.kv_wire import WireError
+from tritonllm.engine.transfer.connector import DeviceSlots
+from tritonllm.engine.transfer.ipc_memory import Arena, arena_bytes, runs_of
+from tritonllm.engine.transfer.wire import WireError
 
 
 def test_a_description_is_whole_or_refused():

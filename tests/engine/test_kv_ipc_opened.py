@@ -12,8 +12,8 @@ from support.server import eventually
 from support.small_slots import ALL, KEYS, SLOTS, loaded, memory, saved
 from support.waiting import PATIENCE
 
-from tritonllm.engine import kv_ipc_opened
-from tritonllm.engine.kv_wire import Channel, Kind, question
+from tritonllm.engine.transfer import ipc_opened as kv_ipc_opened
+from tritonllm.engine.transfer.wire import Channel, Kind, question
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.waiting import PATIENCE
 
-from tritonllm.engine import kv_kept
-from tritonllm.engine.kv_kept import KeptBlocks
+from tritonllm.engine.transfer import kept as kv_kept
+from tritonllm.engine.transfer.kept import KeptBlocks
 
 KEYS = [bytes([n]) * 16 for n in range(8)]
 PUT, GET, COUNT = range(3)

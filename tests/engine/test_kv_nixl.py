@@ -15,13 +15,14 @@ from support.server import eventually
 from support.small_slots import ALL, KEYS, SLOTS, check_harm, loaded, memory, saved
 from support.waiting import PATIENCE
 
-from tritonllm.engine import kv_nixl, kv_peer_client
-from tritonllm.engine.kv_nixl import Reads
-from tritonllm.engine.kv_peer import Peer, PeerSettings
-from tritonllm.engine.kv_plane import Frames
-from tritonllm.engine.kv_settings import make_connector
-from tritonllm.engine.kv_wire import Place
-from tritonllm.kv_transfer_config import KVTransferConfig
+from tritonllm.config.kv_transfer import KVTransferConfig
+from tritonllm.engine.transfer import nixl as kv_nixl
+from tritonllm.engine.transfer import peer_client as kv_peer_client
+from tritonllm.engine.transfer.nixl import Reads
+from tritonllm.engine.transfer.peer import Peer, PeerSettings
+from tritonllm.engine.transfer.plane import Frames
+from tritonllm.engine.transfer.settings import make_connector
+from tritonllm.engine.transfer.wire import Place
 
 PLACE = 32 + 16 + 32 + 8  # bytes of a frame
 AGENT = 32 + len("agent 0")
@@ -240,7 +241,7 @@ def test_the_package_is_named_if_it_is_missing(monkeypatch):
 
 
 def test_its_settings_are_those_of_peer(network, monkeypatch, caplog):
-    monkeypatch.setattr("tritonllm.engine.kv_settings.load_nixl", lambda: network.agent)
+    monkeypatch.setattr("tritonllm.engine.transfer.settings.load_nixl", lambda: network.agent)
     with pytest.raises(ValueError, match="'path' is none of Nixl's; there are host, port, advertised_host, peers"):
         make_connector(KVTransferConfig(kv_connector="Nixl", kv_connector_extra_config={"path": "x"}))
     with caplog.at_level(logging.INFO):

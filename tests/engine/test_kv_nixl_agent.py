@@ -10,7 +10,7 @@ from support.nixl_processes import ALL, SLOTS, engines
 from support.server import eventually
 from support.waiting import PATIENCE
 
-from tritonllm.engine.kv_nixl_agent import load_nixl
+from tritonllm.engine.transfer.nixl_agent import load_nixl
 
 pytest.importorskip("nixl", reason="needs the extra nixl")
 

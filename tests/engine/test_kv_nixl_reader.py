@@ -9,8 +9,8 @@ from support.nixl_agents import Network
 from support.server import eventually
 from support.waiting import PATIENCE
 
-from tritonllm.engine import kv_nixl_reader
-from tritonllm.engine.kv_nixl_reader import Reader
+from tritonllm.engine.transfer import nixl_reader as kv_nixl_reader
+from tritonllm.engine.transfer.nixl_reader import Reader
 
 
 class Memory:

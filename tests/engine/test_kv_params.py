@@ -2,8 +2,8 @@
 
 import pytest
 
-from tritonllm.engine.kv_params import TransferParams
-from tritonllm.kv_transfer_config import KVTransferConfig
+from tritonllm.config.kv_transfer import KVTransferConfig
+from tritonllm.engine.transfer.params import TransferParams
 
 PLACE = {"do_remote_prefill": True, "do_remote_decode": False, "remote_host": "10.0.0.5", "remote_port": 9000}
 

@@ -14,11 +14,13 @@ from support.fault_proxy import fault_proxy
 from support.server import eventually
 from support.waiting import PATIENCE
 
-from tritonllm.engine import kv_peer, kv_peer_client, kv_peer_server
-from tritonllm.engine.kv_connector import Offering
-from tritonllm.engine.kv_peer import Peer
-from tritonllm.engine.kv_settings import make_connector
-from tritonllm.kv_transfer_config import KVTransferConfig
+from tritonllm.config.kv_transfer import KVTransferConfig
+from tritonllm.engine.transfer import peer as kv_peer
+from tritonllm.engine.transfer import peer_client as kv_peer_client
+from tritonllm.engine.transfer import peer_server as kv_peer_server
+from tritonllm.engine.transfer.connector import Offering
+from tritonllm.engine.transfer.peer import Peer
+from tritonllm.engine.transfer.settings import make_connector
 
 SLOTS = 7
 KEYS = [bytes([n]) * 16 for n in range(SLOTS)]

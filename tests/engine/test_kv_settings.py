@@ -3,12 +3,12 @@
 import pytest
 from support.engines import tiny_checkpoint
 
-from tritonllm.config import EngineConfig
-from tritonllm.engine import startup
-from tritonllm.engine.engine import LLMEngine
-from tritonllm.engine.kv_file_store import FileStore
-from tritonllm.engine.kv_settings import check_connector, make_connector
-from tritonllm.kv_transfer_config import KVTransferConfig
+from tritonllm.config.engine import EngineConfig
+from tritonllm.config.kv_transfer import KVTransferConfig
+from tritonllm.engine.loop.engine import LLMEngine
+from tritonllm.engine.start import startup
+from tritonllm.engine.transfer.file_store import FileStore
+from tritonllm.engine.transfer.settings import check_connector, make_connector
 
 KEY = 3
 

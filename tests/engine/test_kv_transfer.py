@@ -7,13 +7,13 @@ import pytest
 from support.kv_connectors import AskedConnector, FailingConnector
 from support.scheduling import add, make
 
-from tritonllm.config import CacheConfig, SchedulerConfig
-from tritonllm.engine.host_tier import HostTier
-from tritonllm.engine.kv_start import make_transfer
-from tritonllm.engine.kv_transfer import KVTransfer
-from tritonllm.engine.rates import Rates
-from tritonllm.engine.scheduler import Scheduler
-from tritonllm.kv_transfer_config import KVTransferConfig
+from tritonllm.config.engine import CacheConfig, SchedulerConfig
+from tritonllm.config.kv_transfer import KVTransferConfig
+from tritonllm.engine.schedule.host_tier import HostTier
+from tritonllm.engine.schedule.rates import Rates
+from tritonllm.engine.schedule.scheduler import Scheduler
+from tritonllm.engine.start.kv_start import make_transfer
+from tritonllm.engine.transfer.transfer import KVTransfer
 
 
 class Engine:

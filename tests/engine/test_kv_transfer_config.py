@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from tritonllm.config import EngineConfig
-from tritonllm.engine.arg_utils import EngineArgs
-from tritonllm.kv_transfer_config import KVTransferConfig
+from tritonllm.config.engine import EngineConfig
+from tritonllm.config.kv_transfer import KVTransferConfig
+from tritonllm.engine.start.arg_utils import EngineArgs
 
 FILES = {"kv_connector": "FileStore", "kv_role": "kv_consumer", "kv_connector_extra_config": {"path": "x"}}
 

@@ -14,9 +14,9 @@ from support.examples import examples
 from support.host_machine import MachineWithHost
 from support.kv_connectors import AskedConnector
 
-from tritonllm.engine import prompt_budget
-from tritonllm.engine.kv_start import make_transfer
-from tritonllm.kv_transfer_config import KVTransferConfig
+from tritonllm.config.kv_transfer import KVTransferConfig
+from tritonllm.engine.schedule import prompt_budget
+from tritonllm.engine.start.kv_start import make_transfer
 
 TIMEOUT = 3.0
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from support.examples import examples
 from support.waiting import PATIENCE
 
-from tritonllm.engine import kv_wire
-from tritonllm.engine.kv_wire import (
+from tritonllm.engine.transfer import wire as kv_wire
+from tritonllm.engine.transfer.wire import (
     MAGIC,
     MOST_KEYS,
     QUESTION_BYTES,

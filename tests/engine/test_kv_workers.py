@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 from support.waiting import PATIENCE
 
-from tritonllm.engine.kv_workers import Workers, within
+from tritonllm.engine.transfer.workers import Workers, within
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -50,7 +50,7 @@ def test_work_that_may_take_too_long():
 def test_a_process_ends_although_work_does_not():
     code = """
 import threading
-from tritonllm.engine.kv_workers import Workers
+from tritonllm.engine.transfer.workers import Workers
 workers, begun = Workers(2, "test"), threading.Event()
 workers.submit(lambda: begun.set() or threading.Event().wait())
 begun.wait()

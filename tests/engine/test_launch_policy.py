@@ -3,7 +3,7 @@ import torch
 from support.mechanism_configs import MECHANISMS
 from support.real_configs import LLAMA_3_1_8B, QWEN3_0_6B
 
-from tritonllm.engine.launch_policy import host_bound_tokens
+from tritonllm.engine.step.launch_policy import host_bound_tokens
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.families import spec_from_config
 from tritonllm.models.interface import LayerWork

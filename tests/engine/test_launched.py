@@ -8,7 +8,7 @@ from support.ranks import run_ranks
 
 from tritonllm import env
 from tritonllm.dist.door import IntruderError, new_secret
-from tritonllm.engine.launched import _HEAD, Wire
+from tritonllm.engine.ranks.launched import _HEAD, Wire
 
 KEY = new_secret()
 MESSAGES = [b"a step", b"x" * 100_000, b"another step", b""]

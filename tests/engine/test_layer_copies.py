@@ -9,11 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tritonllm.engine import host_copies
-from tritonllm.engine.copy_batches import Fills, Transfers
-from tritonllm.engine.host_copies import HostCopies
-from tritonllm.engine.layer_copies import LayerCopies, LayerGroup, copies_of, group_sizes
-from tritonllm.engine.layer_marks import LayerMarks
+from tritonllm.engine.cache import host_copies
+from tritonllm.engine.cache.host_copies import HostCopies
+from tritonllm.engine.cache.layer_copies import LayerCopies, LayerGroup, copies_of, group_sizes
+from tritonllm.engine.cache.layer_marks import LayerMarks
+from tritonllm.engine.data.copy_batches import Fills, Transfers
 
 BLOCKS, SLOTS = 12, 9
 

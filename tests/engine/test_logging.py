@@ -10,7 +10,7 @@ import pytest
 from tritonllm import LLM, SamplingParams
 from tritonllm.cli import logging_to_stderr, main
 from tritonllm.demo import model_path
-from tritonllm.engine.startup import load_parts  # noqa: F401  (so that the package's loggers exist)
+from tritonllm.engine.start.startup import load_parts  # noqa: F401  (so that the package's loggers exist)
 from tritonllm.kernels.compile import monitor as compile_monitor
 from tritonllm.kernels.compile.monitor import CompileMonitor
 from tritonllm.kernels.runtime import tuning
@@ -71,7 +71,7 @@ def test_a_kernel_compiled_in_service_is_named_once(caplog, monitor):
 def test_a_start_is_no_service(monkeypatch):
     seen = []
     monkeypatch.setattr(
-        "tritonllm.engine.startup.load_model",
+        "tritonllm.engine.start.startup.load_model",
         lambda *args, **kwargs: seen.append(compile_monitor.MONITOR.serving) or 1 / 0,
     )
     monkeypatch.setattr(compile_monitor.MONITOR, "serving", True)

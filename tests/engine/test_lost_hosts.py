@@ -5,10 +5,16 @@ import sys
 
 import pytest
 
-from tritonllm.http_server import bind_port
-from tritonllm.lost_hosts import CLIENT_SECONDS, MOST_SECONDS, PROBES, end_when_clients_are_silent, end_when_silent
-from tritonllm.serve.config import ServerConfig
-from tritonllm.serve.run import bind as bind_server
+from tritonllm.http.server import bind_port
+from tritonllm.serve.api.config import ServerConfig
+from tritonllm.serve.processes.run import bind as bind_server
+from tritonllm.system.lost_hosts import (
+    CLIENT_SECONDS,
+    MOST_SECONDS,
+    PROBES,
+    end_when_clients_are_silent,
+    end_when_silent,
+)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems lack some of these options")
 

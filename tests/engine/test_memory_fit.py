@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tritonllm.config import CacheConfig
-from tritonllm.engine.memory_fit import blocks_that_fit
+from tritonllm.config.engine import CacheConfig
+from tritonllm.engine.cache.memory_fit import blocks_that_fit
 
 DEVICE = torch.device("cuda", 0)
 

@@ -120,8 +120,8 @@ def test_once_leaves_out_what_would_be_the_same_again(monkeypatch):
 
 LIST = """
 import sys, torch
-from tritonllm.config import EngineConfig
-from tritonllm.engine.precompile import Target, kernels_of
+from tritonllm.config.engine import EngineConfig
+from tritonllm.engine.start.precompile import Target, kernels_of
 from tritonllm.models.families import spec_from_config
 from support.real_configs import QWEN3_0_6B
 config = EngineConfig.from_kwargs(model="x", max_model_len=4096)

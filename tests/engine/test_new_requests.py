@@ -1,11 +1,11 @@
 import pytest
 
-from tritonllm.config import EngineConfig
-from tritonllm.engine.input_processor import InputProcessor
-from tritonllm.engine.new_requests import NewRequests, check_call
-from tritonllm.engine.pooling import PoolingAbility
-from tritonllm.engine.scheduler import Scheduler
-from tritonllm.sampling_params import SamplingParams
+from tritonllm.config.engine import EngineConfig
+from tritonllm.config.sampling_params import SamplingParams
+from tritonllm.engine.loop.new_requests import NewRequests, check_call
+from tritonllm.engine.schedule.scheduler import Scheduler
+from tritonllm.engine.text.input_processor import InputProcessor
+from tritonllm.engine.text.pooling import PoolingAbility
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from support.examples import examples
 from support.random_texts import allows, random_text
 from support.random_texts import compiler as new_compiler
 
-from tritonllm.engine.grammar_rules import Rules
-from tritonllm.engine.number_ranges import Bound, NoNumber, integers, numbers
+from tritonllm.engine.grammar.grammar_rules import Rules
+from tritonllm.engine.grammar.number_ranges import Bound, NoNumber, integers, numbers
 
 
 @pytest.fixture(scope="module")

@@ -3,10 +3,10 @@
 import pytest
 from support.random_tokenizers import ByteFallback, SlowTokenizer
 
-from tritonllm.engine.output_processor import SequenceOutput
-from tritonllm.engine.request import Request, RequestStatus
-from tritonllm.engine.results import TokenLogprobs
-from tritonllm.sampling_params import RequestOutputKind, SamplingParams
+from tritonllm.config.sampling_params import RequestOutputKind, SamplingParams
+from tritonllm.engine.data.request import Request, RequestStatus
+from tritonllm.engine.data.results import TokenLogprobs
+from tritonllm.engine.text.output_processor import SequenceOutput
 
 
 def each(text):

@@ -11,8 +11,8 @@ from support.examples import examples
 from support.random_texts import allows, random_text
 from support.random_texts import compiler as new_compiler
 
-from tritonllm.engine.grammar_rules import Rules
-from tritonllm.engine.patterns import TooLarge, Unreadable, whole, within_json
+from tritonllm.engine.grammar.grammar_rules import Rules
+from tritonllm.engine.grammar.patterns import TooLarge, Unreadable, whole, within_json
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tritonllm.engine.pooled_spans import PooledSpan
-from tritonllm.engine.pooler import Pooler
-from tritonllm.engine.request import Pooling
+from tritonllm.engine.data.pooled_spans import PooledSpan
+from tritonllm.engine.data.request import Pooling
+from tritonllm.engine.step.pooler import Pooler
 
 CPU = torch.device("cpu")
 SEATS, SIZE = 4, 6

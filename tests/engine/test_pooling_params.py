@@ -1,7 +1,7 @@
 import pytest
 
 from tritonllm import PoolerConfig, PoolingParams
-from tritonllm.config import EngineConfig
+from tritonllm.config.engine import EngineConfig
 
 
 @pytest.mark.parametrize(

@@ -17,14 +17,21 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.cache import triton_key
 
-from tritonllm.config import EngineConfig
+from tritonllm.config.engine import EngineConfig
 from tritonllm.dist.exchange import Exchange
 from tritonllm.dist.group import Group
 from tritonllm.dist.lockstep import Board, Lockstep
 from tritonllm.dist.pipeline import Team
-from tritonllm.engine import precompile
-from tritonllm.engine.precompile import META, NUM_BLOCKS, BackgroundCompiler, Target, compile_kernels_of, kernels_of
-from tritonllm.engine.runner import ModelRunner
+from tritonllm.engine.start import precompile
+from tritonllm.engine.start.precompile import (
+    META,
+    NUM_BLOCKS,
+    BackgroundCompiler,
+    Target,
+    compile_kernels_of,
+    kernels_of,
+)
+from tritonllm.engine.step.runner import ModelRunner
 from tritonllm.kernels.compile.aot import pretend, target_of
 from tritonllm.kernels.compile.parallel import Specialization, list_kernels
 from tritonllm.kernels.runtime import tuning

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.examples import examples
 
-from tritonllm.engine import prefix_cache
-from tritonllm.engine.block_pool import BlockPool
-from tritonllm.engine.prefix_cache import PrefixCache
-from tritonllm.engine.request import PACKED, Request
-from tritonllm.sampling_params import SamplingParams
+from tritonllm.config.sampling_params import SamplingParams
+from tritonllm.engine.data.request import PACKED, Request
+from tritonllm.engine.schedule import prefix_cache
+from tritonllm.engine.schedule.block_pool import BlockPool
+from tritonllm.engine.schedule.prefix_cache import PrefixCache
 
 NAMES = map(str, itertools.count())
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=14)  # two tokens: prefixes collide all the time

@@ -9,9 +9,9 @@ import torch
 from support.engines import tiny_checkpoint
 from support.tiny_models import load_decoder
 
-from tritonllm.config import EngineConfig
-from tritonllm.engine import preparation
-from tritonllm.engine.runner import ModelRunner
+from tritonllm.config.engine import EngineConfig
+from tritonllm.engine.step import preparation
+from tritonllm.engine.step.runner import ModelRunner
 
 CPU = torch.device("cpu")
 

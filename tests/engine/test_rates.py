@@ -1,6 +1,6 @@
 import pytest
 
-from tritonllm.engine.rates import LATENCY, Rates
+from tritonllm.engine.schedule.rates import LATENCY, Rates
 
 
 def test_loading_pays_until_something_else_is_known():

@@ -4,8 +4,8 @@ import time
 from concurrent.futures import Future
 from types import SimpleNamespace
 
-from tritonllm.engine import readiness
-from tritonllm.engine.readiness import Unscheduled
+from tritonllm.engine.loop import readiness
+from tritonllm.engine.loop.readiness import Unscheduled
 
 
 def state(name, grammar=None, fetch=None, sequences=1):

@@ -3,8 +3,8 @@ from array import array
 import numpy as np
 import pytest
 
-from tritonllm.engine.request import PACKED, Request, RequestStatus
-from tritonllm.sampling_params import SamplingParams
+from tritonllm.config.sampling_params import SamplingParams
+from tritonllm.engine.data.request import PACKED, Request, RequestStatus
 
 
 def make(prompt, output):

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from tritonllm.engine.room_sizes import (
+from tritonllm.engine.step.room_sizes import (
     FREE_ROWS,
     SMALL,
     chunk_capacity,

@@ -9,17 +9,17 @@ from support.engines import greedy, tiny_checkpoint, tiny_llm
 from support.tiny_models import load_decoder
 
 from tritonllm import SamplingParams
-from tritonllm.config import EngineConfig
+from tritonllm.config.engine import EngineConfig
 from tritonllm.dist.group import Group
 from tritonllm.dist.pipeline import Team
-from tritonllm.engine import shared_prefix
-from tritonllm.engine.dummy_step import dummy_step
-from tritonllm.engine.plan import describe
-from tritonllm.engine.results import StepTimeoutError
-from tritonllm.engine.room_sizes import graph_sizes, padded
-from tritonllm.engine.runner import ModelRunner
-from tritonllm.engine.step import SharedPrefix
-from tritonllm.engine.warm_up import warm_up_sizes
+from tritonllm.engine.data.plan import describe
+from tritonllm.engine.data.results import StepTimeoutError
+from tritonllm.engine.data.step import SharedPrefix
+from tritonllm.engine.step import shared_prefix
+from tritonllm.engine.step.dummy_step import dummy_step
+from tritonllm.engine.step.room_sizes import graph_sizes, padded
+from tritonllm.engine.step.runner import ModelRunner
+from tritonllm.engine.step.warm_up import warm_up_sizes
 from tritonllm.layers import attention
 from tritonllm.models.decoder import Decoder
 

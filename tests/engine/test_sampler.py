@@ -3,16 +3,16 @@ import itertools
 import pytest
 import torch
 
-from tritonllm.engine.builder import StepBuilder
-from tritonllm.engine.device_seats import DeviceSeats
-from tritonllm.engine.edits import MAX_ENTRIES, check_edits
-from tritonllm.engine.inputs import upload, upload_step
-from tritonllm.engine.plan import ScheduledRequest, StepPlan
-from tritonllm.engine.request import Request
-from tritonllm.engine.sampler import Sampler
+from tritonllm.config.sampling_params import SamplingParams
+from tritonllm.engine.data.edits import MAX_ENTRIES, check_edits
+from tritonllm.engine.data.inputs import upload, upload_step
+from tritonllm.engine.data.plan import ScheduledRequest, StepPlan
+from tritonllm.engine.data.request import Request
+from tritonllm.engine.step.builder import StepBuilder
+from tritonllm.engine.step.device_seats import DeviceSeats
+from tritonllm.engine.step.sampler import Sampler
 from tritonllm.kernels.sampling.edits import edit_logits_ref
 from tritonllm.layers.segments import Segments, decodes
-from tritonllm.sampling_params import SamplingParams
 
 VOCAB = 12
 CPU = torch.device("cpu")

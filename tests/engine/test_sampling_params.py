@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.many import Many
 
-from tritonllm.sampling_params import (
+from tritonllm.config.sampling_params import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
@@ -24,8 +24,8 @@ from tritonllm.sampling_params import (
     StructuredOutputsParams,
     size_of,
 )
-from tritonllm.serve.messages import pack_params
-from tritonllm.serve.protocol import CompletionRequest
+from tritonllm.serve.api.protocol import CompletionRequest
+from tritonllm.serve.engines.messages import pack_params
 
 NAN, INFINITY = float("nan"), float("inf")
 

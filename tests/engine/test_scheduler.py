@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.scheduling import add, make, make_scheduler, short_of_blocks, step, steps
 
-from tritonllm.engine.prompt_budget import prompt_budget
-from tritonllm.engine.request import Pooling, RequestStatus
+from tritonllm.engine.data.request import Pooling, RequestStatus
+from tritonllm.engine.schedule.prompt_budget import prompt_budget
 from tritonllm.layers.segments import Segment, Segments
 
 # --- what the module is

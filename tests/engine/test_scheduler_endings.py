@@ -3,8 +3,8 @@
 import pytest
 from support.scheduling import add, has_unfinished, make_scheduler, short_of_blocks, step, steps
 
-from tritonllm.engine import prefix_cache
-from tritonllm.engine.request import RequestStatus
+from tritonllm.engine.data.request import RequestStatus
+from tritonllm.engine.schedule import prefix_cache
 
 # --- the prefix cache
 

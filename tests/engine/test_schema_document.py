@@ -2,8 +2,8 @@
 
 import pytest
 
-from tritonllm.engine.json_schema import malformed
-from tritonllm.engine.schema_document import Document
+from tritonllm.engine.grammar.json_schema import malformed
+from tritonllm.engine.grammar.schema_document import Document
 
 NULL = {"type": "null"}
 

@@ -18,9 +18,9 @@ from support.examples import examples
 from support.random_texts import allows, compiled, random_text
 from support.random_texts import compiler as new_compiler
 
-from tritonllm.engine.schema_document import Document
-from tritonllm.engine.schema_grammar import MOST_CHARACTERS, MOST_LINKS, grammar_of
-from tritonllm.engine.string_formats import FORMATS
+from tritonllm.engine.grammar.schema_document import Document
+from tritonllm.engine.grammar.schema_grammar import MOST_CHARACTERS, MOST_LINKS, grammar_of
+from tritonllm.engine.grammar.string_formats import FORMATS
 
 FORMAT_CHECKS: dict[str, Callable[[str], Any]] = {
     "date": datetime.date.fromisoformat,

@@ -12,13 +12,13 @@ from support.scheduling import add, has_unfinished, make_scheduler
 from support.tiny_tokenizer import VOCAB_SIZE
 from transformers import AutoTokenizer
 
-from tritonllm.config import EngineConfig
-from tritonllm.engine.engine import LLMEngine
-from tritonllm.engine.input_processor import InputProcessor
-from tritonllm.engine.results import StepResult, TokenLogprobs
-from tritonllm.engine.scheduler import Scheduler
-from tritonllm.engine.speculation import Drafting
-from tritonllm.sampling_params import RequestOutputKind, SamplingParams
+from tritonllm.config.engine import EngineConfig
+from tritonllm.config.sampling_params import RequestOutputKind, SamplingParams
+from tritonllm.engine.data.results import StepResult, TokenLogprobs
+from tritonllm.engine.loop.engine import LLMEngine
+from tritonllm.engine.schedule.scheduler import Scheduler
+from tritonllm.engine.schedule.speculation import Drafting
+from tritonllm.engine.text.input_processor import InputProcessor
 
 EOS, MAX_MODEL_LEN, NUM_BLOCKS = 0, 60, 40
 LETTERS = "abcde "

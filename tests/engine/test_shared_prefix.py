@@ -6,12 +6,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tritonllm.engine import shared_prefix
-from tritonllm.engine.dummy_step import dummy_step
-from tritonllm.engine.inputs import upload_cascade
-from tritonllm.engine.room_sizes import graph_sizes
-from tritonllm.engine.shared_prefix import CascadePlanner, find_shared_prefix
-from tritonllm.engine.step import SharedPrefix
+from tritonllm.engine.data.inputs import upload_cascade
+from tritonllm.engine.data.step import SharedPrefix
+from tritonllm.engine.step import shared_prefix
+from tritonllm.engine.step.dummy_step import dummy_step
+from tritonllm.engine.step.room_sizes import graph_sizes
+from tritonllm.engine.step.shared_prefix import CascadePlanner, find_shared_prefix
 from tritonllm.kernels.attention.cascade import cascade_parts
 
 

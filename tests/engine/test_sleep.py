@@ -10,8 +10,8 @@ from support.engines import greedy, tiny_checkpoint, tiny_llm, token_ids
 from support.tiny_models import tiny_config, write_checkpoint
 from support.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 
-from tritonllm.engine.asleep import AsleepError
-from tritonllm.engine.sleep import EngineMemory
+from tritonllm.engine.cache.engine_memory import EngineMemory
+from tritonllm.engine.data.asleep import AsleepError
 
 PROMPTS = [list(range(5, 25)), list(range(40, 47))]
 

@@ -3,11 +3,11 @@
 import pytest
 from support.scheduling import add, make
 
-from tritonllm.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculativeConfig
-from tritonllm.engine.control import ReadsOutput
-from tritonllm.engine.scheduler import Scheduler
-from tritonllm.engine.speculation import MOST_ROWS, PAUSE, DraftCounts, Drafting, most_verified, relative_cost
-from tritonllm.speculative_config import parse_draft
+from tritonllm.config.engine import CacheConfig, EngineConfig, SchedulerConfig, SpeculativeConfig
+from tritonllm.config.speculative import parse_draft
+from tritonllm.engine.data.control import ReadsOutput
+from tritonllm.engine.schedule.scheduler import Scheduler
+from tritonllm.engine.schedule.speculation import MOST_ROWS, PAUSE, DraftCounts, Drafting, most_verified, relative_cost
 
 
 def make_scheduler(drafting, seats=8, num_blocks=1000):

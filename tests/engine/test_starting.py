@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tritonllm.starting import later, no_searches, run_spawned
+from tritonllm.system.starting import later, no_searches, run_spawned
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def test_only_bindings_that_print_what_has_leaked_are_taken_apart_at_the_end(tri
     program = (
         "import atexit, gc, sys, types\n"
         "atexit.register(lambda: print(gc.get_freeze_count() == 0))\n"  # the first one runs last
-        "from tritonllm.starting import leave_out_of_searches, no_searches\n"
+        "from tritonllm.system.starting import leave_out_of_searches, no_searches\n"
         "with no_searches(ours=True): pass\n"
         "leave_out_of_searches()\n"
         "print(gc.get_freeze_count() > 1000)\n"

@@ -13,18 +13,18 @@ from support.tiny_models import load_decoder, random_tokens
 from support.tiny_tokenizer import VOCAB_SIZE
 from support.waiting import PATIENCE
 
-from tritonllm.config import EngineConfig
-from tritonllm.engine.dummy_step import dummy_step
-from tritonllm.engine.inputs import Inbox, views
-from tritonllm.engine.plan import ScheduledRequest
-from tritonllm.engine.request import Request
-from tritonllm.engine.runner import ModelRunner
-from tritonllm.engine.scheduler import Scheduler
-from tritonllm.engine.step import OF_THE_FIRST
-from tritonllm.engine.step_bytes import pack, unpack
-from tritonllm.engine.step_inputs import ALIGNMENT, COLUMNS, Layout, Per, Room, StepInputs, place
+from tritonllm.config.engine import EngineConfig
+from tritonllm.config.sampling_params import SamplingParams
+from tritonllm.engine.data.inputs import Inbox, views
+from tritonllm.engine.data.plan import ScheduledRequest
+from tritonllm.engine.data.request import Request
+from tritonllm.engine.data.step import OF_THE_FIRST
+from tritonllm.engine.data.step_bytes import pack, unpack
+from tritonllm.engine.data.step_inputs import ALIGNMENT, COLUMNS, Layout, Per, Room, StepInputs, place
+from tritonllm.engine.schedule.scheduler import Scheduler
+from tritonllm.engine.step.dummy_step import dummy_step
+from tritonllm.engine.step.runner import ModelRunner
 from tritonllm.layers.segments import Segment, Segments, decodes
-from tritonllm.sampling_params import SamplingParams
 
 CPU, NUM_BLOCKS = torch.device("cpu"), 24
 KINDS = [

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
 
-from tritonllm.engine.agreement import Sums
-from tritonllm.engine.copy_batches import Fills, Transfers
-from tritonllm.engine.dummy_step import dummy_step
-from tritonllm.engine.pooled_spans import PooledSpan
-from tritonllm.engine.request import Pooling
-from tritonllm.engine.step import OF_THE_FIRST, PromptSpan, SeatTokens, SharedPrefix, Step
-from tritonllm.engine.step_bytes import MalformedError, StepMessage, pack, unpack
-from tritonllm.engine.step_inputs import PARAMETERS, SamplingParameters
+from tritonllm.engine.data.agreement import Sums
+from tritonllm.engine.data.copy_batches import Fills, Transfers
+from tritonllm.engine.data.pooled_spans import PooledSpan
+from tritonllm.engine.data.request import Pooling
+from tritonllm.engine.data.step import OF_THE_FIRST, PromptSpan, SeatTokens, SharedPrefix, Step
+from tritonllm.engine.data.step_bytes import MalformedError, StepMessage, pack, unpack
+from tritonllm.engine.data.step_inputs import PARAMETERS, SamplingParameters
+from tritonllm.engine.step.dummy_step import dummy_step
 
 COUNTS = st.integers(0, 5)
 

@@ -5,10 +5,10 @@ import torch
 from support.engines import tiny_checkpoint
 from support.tiny_models import load_decoder
 
-from tritonllm.config import EngineConfig, SchedulerConfig
+from tritonllm.config.engine import EngineConfig, SchedulerConfig
 from tritonllm.dist.pipeline import UNDIVIDED
-from tritonllm.engine.step_drafts import StepDrafts
-from tritonllm.engine.step_sizes import StepSizes
+from tritonllm.engine.step.step_drafts import StepDrafts
+from tritonllm.engine.step.step_sizes import StepSizes
 
 SIZES = StepSizes(
     scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=100),

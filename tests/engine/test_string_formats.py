@@ -6,7 +6,7 @@ import pytest
 from support.random_texts import allows, compiled
 from support.random_texts import compiler as new_compiler
 
-from tritonllm.engine.string_formats import FORMATS
+from tritonllm.engine.grammar.string_formats import FORMATS
 
 VALUES = {
     "date": (

@@ -11,11 +11,11 @@ from support.examples import examples
 from support.host_machine import MachineWithHost
 from support.scheduling import make, make_scheduler
 
-from tritonllm.engine import prompt_budget
-from tritonllm.engine.host_tier import HostTier
-from tritonllm.engine.rates import LATENCY, Rates
-from tritonllm.engine.request import RequestStatus
-from tritonllm.engine.swaps import own_labels
+from tritonllm.engine.data.request import RequestStatus
+from tritonllm.engine.schedule import prompt_budget
+from tritonllm.engine.schedule.host_tier import HostTier
+from tritonllm.engine.schedule.rates import LATENCY, Rates
+from tritonllm.engine.schedule.swaps import own_labels
 
 GANGS = st.fixed_dictionaries(
     {

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from tritonllm.engine import tensor_digest
-from tritonllm.engine.tensor_digest import digest_of
+from tritonllm.engine.transfer import tensor_digest
+from tritonllm.engine.transfer.tensor_digest import digest_of
 
 WRAP = (1 << 64) - 1
 

@@ -13,8 +13,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tritonllm.demo import model_path
-from tritonllm.engine.request import PACKED
-from tritonllm.engine.text_pieces import MANY, TOGETHER, PieceStore, TextPieces, _size
+from tritonllm.engine.data.request import PACKED
+from tritonllm.engine.text.text_pieces import MANY, TOGETHER, PieceStore, TextPieces, _size
 
 BEGIN, END = "<|im_start|>", "<|im_end|>"
 LETTERS = ["a", "b", "ab", "Ab", "\u2581", "\u2581a", "\u2581ab", "Ġ", "Ġa", "Ġab", "##b", "<", "|", "im", ">"]

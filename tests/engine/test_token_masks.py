@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from tritonllm.engine.step import RowMasks
-from tritonllm.engine.token_masks import upload_masks
+from tritonllm.engine.data.step import RowMasks
+from tritonllm.engine.step.token_masks import upload_masks
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 63, 64])

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tritonllm.demo import model_path
-from tritonllm.engine.tokenizer import load_tokenizer
+from tritonllm.engine.text.tokenizer import load_tokenizer
 
 LONG = "the little dog " * 2000
 

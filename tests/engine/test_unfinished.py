@@ -2,11 +2,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from tritonllm.engine.output_processor import RequestState, SequenceOutput
-from tritonllm.engine.outputs import RequestMetrics
-from tritonllm.engine.request import Request, RequestStatus
-from tritonllm.engine.unfinished import Unfinished
-from tritonllm.sampling_params import RequestOutputKind, SamplingParams
+from tritonllm.config.sampling_params import RequestOutputKind, SamplingParams
+from tritonllm.engine.data.outputs import RequestMetrics
+from tritonllm.engine.data.request import Request, RequestStatus
+from tritonllm.engine.loop.unfinished import Unfinished
+from tritonllm.engine.text.output_processor import RequestState, SequenceOutput
 
 
 def state_of(request_id, *sequence_ids):

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from tritonllm import EngineArgs
-from tritonllm.config import EngineConfig, ModelConfig
-from tritonllm.vllm_arguments import (
+from tritonllm.config.engine import EngineConfig, ModelConfig
+from tritonllm.config.vllm_arguments import (
     ADVICE,
     ALIASES,
     ALSO_NEUTRAL,

@@ -14,18 +14,19 @@ from support.mechanism_configs import MECHANISMS
 from support.real_configs import LLAMA_3_1_8B, QWEN3_0_6B
 from support.specializations import described
 
-from tritonllm.config import EngineConfig
+from tritonllm.config.engine import EngineConfig
+from tritonllm.config.speculative import OF_HEADS
 from tritonllm.dist.exchange import Exchange
 from tritonllm.dist.group import ALONE, Group
 from tritonllm.dist.pipeline import UNDIVIDED, Pipeline, Team
-from tritonllm.engine.common_steps import Need
-from tritonllm.engine.draft_model import make_head
-from tritonllm.engine.dummy_step import dummy_step
-from tritonllm.engine.precompile import META, NUM_BLOCKS, Target, kernels_of, list_kernels, pretend, target_of
-from tritonllm.engine.preparation import rehearsal_of
-from tritonllm.engine.runner import ModelRunner
-from tritonllm.engine.step import PromptSpan
-from tritonllm.engine.warm_up import Limits, WarmUp, Work
+from tritonllm.engine.data.step import PromptSpan
+from tritonllm.engine.drafts.draft_model import make_head
+from tritonllm.engine.start.precompile import META, NUM_BLOCKS, Target, kernels_of, list_kernels, pretend, target_of
+from tritonllm.engine.step.common_steps import Need
+from tritonllm.engine.step.dummy_step import dummy_step
+from tritonllm.engine.step.preparation import rehearsal_of
+from tritonllm.engine.step.runner import ModelRunner
+from tritonllm.engine.step.warm_up import Limits, WarmUp, Work
 from tritonllm.experts.load import ExpertLoad
 from tritonllm.experts.rebalance import rebalance
 from tritonllm.layers.regime import Regimes
@@ -35,7 +36,6 @@ from tritonllm.models.expert_checks import dealt_out
 from tritonllm.models.families import spec_from_config
 from tritonllm.models.local_spec import by_expert
 from tritonllm.models.stages import Stage
-from tritonllm.speculative_config import OF_HEADS
 
 MODELS = {"qwen3-0.6b": QWEN3_0_6B, "llama-3.1-8b": LLAMA_3_1_8B, **MECHANISMS}
 LENGTH = 2304
@@ -485,7 +485,7 @@ def test_what_graphs_will_take_is_that_of_the_largest_steps_of_both_kinds(monkey
 
     sizes = {"block_size": 16, "max_model_len": 4096, "max_num_seqs": 8, "max_num_batched_tokens": 64}
     warm_up = Counts(None, Limits(**sizes, **more), None, META)
-    monkeypatch.setattr("tritonllm.engine.warm_up.peak_bytes", lambda step, device: step() or warm_up.bytes)
+    monkeypatch.setattr("tritonllm.engine.step.warm_up.peak_bytes", lambda step, device: step() or warm_up.bytes)
     assert warm_up.captured_bytes(deterministic) == expected
 
 

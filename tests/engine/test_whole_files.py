@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from support.foreign_files import what_is
 
-from tritonllm.whole_files import replace_text
+from tritonllm.system.whole_files import replace_text
 
 
 def test_a_file_is_replaced_and_links_are_not_followed(tmp_path, monkeypatch):

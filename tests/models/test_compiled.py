@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.known_texts import drafter_of
 from tritonllm import LLM
-from tritonllm.config import CompilationConfig, EngineConfig
-from tritonllm.engine.speculation import Drafting
-from tritonllm.engine.start_compilers import compiled_if_asked
+from tritonllm.config.engine import CompilationConfig, EngineConfig
+from tritonllm.engine.schedule.speculation import Drafting
+from tritonllm.engine.start.start_compilers import compiled_if_asked
 from tritonllm.kernels.compile.aot import pretend, target_of
 from tritonllm.layers.attention import Attention
 from tritonllm.models.compiled import CompiledModel

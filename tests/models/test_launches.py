@@ -8,7 +8,7 @@ import torch
 from support.mechanism_configs import MECHANISMS
 from support.real_configs import QWEN3_0_6B
 
-from tritonllm.engine.precompile import META, pretend, target_of
+from tritonllm.engine.start.precompile import META, pretend, target_of
 from tritonllm.kernels.compile.parallel import list_kernels
 from tritonllm.kernels.runtime.meta_mode import MetaMode
 from tritonllm.kernels.runtime.registry import LAUNCHERS

@@ -8,12 +8,12 @@ import pytest
 from support.waiting import PATIENCE
 
 from tritonllm import SamplingParams
-from tritonllm.config import EngineConfig
+from tritonllm.config.engine import EngineConfig
 from tritonllm.offline.engines import Engines
 from tritonllm.offline.interface import RefusedError
-from tritonllm.serve.engine_client import EngineDeadError
-from tritonllm.serve.messages import Abort, Add, Completion, News, PoolingFacts, Ready, Stats, Update
-from tritonllm.serve.replicas import Replicas
+from tritonllm.serve.engines.engine_client import EngineDeadError
+from tritonllm.serve.engines.messages import Abort, Add, Completion, News, PoolingFacts, Ready, Stats, Update
+from tritonllm.serve.engines.replicas import Replicas
 
 SEATS = 2  # of each engine, so 4 run at once, and 8 are handed over
 PARAMS = SamplingParams(max_tokens=1)

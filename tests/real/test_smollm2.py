@@ -5,7 +5,7 @@ import torch
 from support.engines import always_load
 
 from tritonllm import LLM, SamplingParams
-from tritonllm.sampling_params import RequestOutputKind
+from tritonllm.config.sampling_params import RequestOutputKind
 
 PROMPTS = [
     "The capital of France is",

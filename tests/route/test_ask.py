@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tritonllm.route.ask import ANSWER_TOKENS, MOST_TOKENS, Ask, read_fields
+from tritonllm.http.ask import ANSWER_TOKENS, MOST_TOKENS, Ask, read_fields
 
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.rendezvous import placed_slowly, ranked
 
-from tritonllm.route.hashing import placed as placed_among
+from tritonllm.http.hashing import placed as placed_among
 
 NAMES = st.lists(st.text(min_size=1, max_size=12), min_size=2, max_size=12, unique=True)
 KEYS = [f"prompt {i}".encode() for i in range(400)]

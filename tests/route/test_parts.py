@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tritonllm.http_guard import Keys, RefusedError, request_id_of
-from tritonllm.route.ask import Ask
+from tritonllm.http.ask import Ask
+from tritonllm.http.errors import RouteError
+from tritonllm.http.events import MOST_WAITING, WholeEvents
+from tritonllm.http.guard import Keys, RefusedError, request_id_of
+from tritonllm.http.reply import end_to_end
 from tritonllm.route.budget import MOST_SAVED, RetryBudget
 from tritonllm.route.config import BackendConfig, RouterConfig
-from tritonllm.route.errors import RouteError
-from tritonllm.route.events import MOST_WAITING, WholeEvents
 from tritonllm.route.pool import Pool
 from tritonllm.route.probe import Streak
-from tritonllm.route.reply import end_to_end
 from tritonllm.route.upstream import retry_after
 
 

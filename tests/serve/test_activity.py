@@ -12,11 +12,11 @@ from support.streams import Stream
 from support.waiting import PATIENCE
 
 from tritonllm.cli import main
-from tritonllm.serve import activity
-from tritonllm.serve.activity import Activity
+from tritonllm.serve.engines import activity
+from tritonllm.serve.engines.activity import Activity
 from tritonllm.teach.dashboard.app import Dashboard
-from tritonllm.teach.dashboard.snapshot import View, from_json
 from tritonllm.teach.dashboard.source_server import NO_ACTIVITY, NO_KEY, ServerSource
+from tritonllm.telemetry.snapshot import View, from_json
 
 PROMPT = list(range(5, 25))
 BODY = {"model": MODEL, "prompt": "There was a fox named", "max_tokens": 8, "temperature": 0, "ignore_eos": True}

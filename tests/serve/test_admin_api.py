@@ -14,10 +14,10 @@ from support.waiting import PATIENCE
 
 from tritonllm import LLM, AsyncEngineArgs, AsyncLLM
 from tritonllm.demo import model_path
-from tritonllm.engine.asleep import AsleepError
-from tritonllm.serve.app import make_app
-from tritonllm.serve.config import ServerConfig
-from tritonllm.serve.engine_client import EngineDeadError
+from tritonllm.engine.data.asleep import AsleepError
+from tritonllm.serve.api.app import make_app
+from tritonllm.serve.api.config import ServerConfig
+from tritonllm.serve.engines.engine_client import EngineDeadError
 
 BODY = {"model": MODEL, "prompt": "There was a fox named", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 PROMPT = list(range(5, 25))

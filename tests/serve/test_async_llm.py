@@ -14,14 +14,14 @@ from support.server import eventually
 from support.waiting import PATIENCE
 
 from tritonllm import AsyncEngineArgs, AsyncLLM, SamplingParams
-from tritonllm.engine.outputs import CompletionOutput, RequestOutput
-from tritonllm.sampling_params import RequestOutputKind
-from tritonllm.serve.answering import Service
-from tritonllm.serve.app import make_app
-from tritonllm.serve.collector import Collector
-from tritonllm.serve.config import ServerConfig
-from tritonllm.serve.engine_client import EngineDeadError, EngineLink
-from tritonllm.serve.room import QueueFullError
+from tritonllm.config.sampling_params import RequestOutputKind
+from tritonllm.engine.data.outputs import CompletionOutput, RequestOutput
+from tritonllm.serve.api.answering import Service
+from tritonllm.serve.api.app import make_app
+from tritonllm.serve.api.config import ServerConfig
+from tritonllm.serve.engines.collector import Collector
+from tritonllm.serve.engines.engine_client import EngineDeadError, EngineLink
+from tritonllm.serve.engines.room import QueueFullError
 
 PROMPT = list(range(5, 25))
 ENGINE = {"block_size": 4, "num_gpu_blocks_override": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64}

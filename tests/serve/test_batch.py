@@ -11,7 +11,7 @@ from support.server import MODEL, ROOT, eventually
 
 from tritonllm import SamplingParams
 from tritonllm.cli import main
-from tritonllm.serve.batch import open_answers, read_lines
+from tritonllm.serve.processes.batch import open_answers, read_lines
 
 COUNT = 24
 

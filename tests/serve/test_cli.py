@@ -7,7 +7,7 @@ import pytest
 
 from tritonllm.cli import main
 from tritonllm.cli.serve import check_tls, origins_of
-from tritonllm.serve.template import read_template
+from tritonllm.serve.api.template import read_template
 
 
 @pytest.mark.parametrize(

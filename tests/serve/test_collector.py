@@ -3,9 +3,9 @@
 import pytest
 from support.random_tokenizers import ByteFallback
 
-from tritonllm.engine.detokenizer import IncrementalDetokenizer
-from tritonllm.serve.collector import Texts
-from tritonllm.serve.messages import Completion, Update
+from tritonllm.engine.text.detokenizer import IncrementalDetokenizer
+from tritonllm.serve.engines.collector import Texts
+from tritonllm.serve.engines.messages import Completion, Update
 
 
 @pytest.mark.parametrize(("reason", "end"), [("length", "\ufffd\ufffd"), ("stop", "\ufffd"), ("error", "")])

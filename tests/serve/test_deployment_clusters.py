@@ -15,7 +15,7 @@ from support.waiting import PATIENCE
 
 from tritonllm import SamplingParams
 from tritonllm.demo import model_path
-from tritonllm.serve.ray_options import read_plan
+from tritonllm.serve.ray.options import read_plan
 
 RAY_IMAGE = (ROOT / "docker" / "ray.Dockerfile").read_text()
 (SERVICE,) = yaml.safe_load_all((ROOT / "deploy" / "kubernetes-ray.yaml").read_text())
@@ -34,7 +34,7 @@ def containers():
 
 def test_serve_understands_its_part():
     schema = pytest.importorskip("ray.serve.schema")
-    from tritonllm.serve.ray_serve import ENGINES, INGRESS, build_app
+    from tritonllm.serve.ray.ray_serve import ENGINES, INGRESS, build_app
 
     (application,) = schema.ServeDeploySchema.model_validate(CONFIG).applications
     module, _, name = application.import_path.partition(":")
@@ -56,7 +56,7 @@ def test_an_engine_and_an_ingress_fit_on_a_worker():
 
 
 def of_ingress_seconds(plan):
-    from tritonllm.serve.ray_serve import of_ingress
+    from tritonllm.serve.ray.ray_serve import of_ingress
 
     return of_ingress(plan)["graceful_shutdown_timeout_s"]
 

@@ -13,12 +13,12 @@ import zmq
 from support.engines import greedy, tiny_llm
 from support.waiting import eventually
 
-from tritonllm.engine.request import PACKED
-from tritonllm.engine.results import StepTimeoutError
-from tritonllm.engine.stats import EngineStats
-from tritonllm.serve import engine_process
-from tritonllm.serve.engine_process import EngineLoop
-from tritonllm.serve.messages import Abort, Add, Call, News, Stats, Stop, pack_params
+from tritonllm.engine.data.request import PACKED
+from tritonllm.engine.data.results import StepTimeoutError
+from tritonllm.engine.data.stats import EngineStats
+from tritonllm.serve.engines import engine_process
+from tritonllm.serve.engines.engine_process import EngineLoop
+from tritonllm.serve.engines.messages import Abort, Add, Call, News, Stats, Stop, pack_params
 
 PROMPT = list(range(5, 25))
 MINE, THEIRS = b"api-1", b"api-2"

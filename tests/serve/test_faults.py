@@ -21,9 +21,9 @@ from support.server import MODEL, ROOT, eventually, refuses, running_server, soc
 from support.streams import LONG, Stream, all_gone, leave
 from support.waiting import PATIENCE
 
-from tritonllm.http_server import listen
-from tritonllm.serve.config import ServerConfig
-from tritonllm.serve.run import bind, removing
+from tritonllm.http.server import listen
+from tritonllm.serve.api.config import ServerConfig
+from tritonllm.serve.processes.run import bind, removing
 
 
 def test_a_client_that_leaves_is_aborted(server):
@@ -173,7 +173,7 @@ def test_a_second_sigterm_does_not_wait_and_tells_clients(processes):
 STUCK = """
 import atexit, sys, threading
 from tritonllm.cli import main
-from tritonllm.engine.input_processor import SURELY_QUICK, InputProcessor
+from tritonllm.engine.text.input_processor import SURELY_QUICK, InputProcessor
 
 encode = InputProcessor.encode
 
@@ -204,7 +204,9 @@ def test_a_long_text_does_not_delay_the_end(processes, tmp_path):
         server.process.terminate()
         assert server.wait() == 0
         assert (answer.result().status_code, answer.result().json()["error"]["code"]) == (503, "stopped")
-        for said in ("INFO tritonllm.serve.run: stopped", "said at the end") if processes == 1 else ("stopped",):
+        for said in (
+            ("INFO tritonllm.serve.processes.run: stopped", "said at the end") if processes == 1 else ("stopped",)
+        ):
             assert said in server.text
         assert "Traceback" not in server.text and "killed" not in server.text
         eventually(lambda: all_gone(children))
@@ -214,8 +216,8 @@ def test_a_long_text_does_not_delay_the_end(processes, tmp_path):
 SLOW = """
 import os, pathlib, sys, time
 from tritonllm.cli import main
-from tritonllm.engine.input_processor import SURELY_QUICK, InputProcessor
-from tritonllm.serve.tokenizing import Tokenizing
+from tritonllm.engine.text.input_processor import SURELY_QUICK, InputProcessor
+from tritonllm.serve.engines.tokenizing import Tokenizing
 
 def told(word, method, size):
     def work(self, what, *args, **options):

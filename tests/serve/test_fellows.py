@@ -15,13 +15,13 @@ from support.waiting import PATIENCE
 
 from tritonllm import SamplingParams, StructuredOutputsParams
 from tritonllm.dist.lockstep import Board, LeftError, Lockstep
-from tritonllm.engine.common_steps import Need
-from tritonllm.engine.readiness import HARDLY, LONGEST_WAIT
-from tritonllm.engine.request import PACKED
-from tritonllm.serve import fellows as module
-from tritonllm.serve.engine_process import EngineLoop
-from tritonllm.serve.fellows import Fellows, end_if_silent
-from tritonllm.serve.messages import Add, News, Stop, pack_params
+from tritonllm.engine.data.request import PACKED
+from tritonllm.engine.loop.readiness import HARDLY, LONGEST_WAIT
+from tritonllm.engine.step.common_steps import Need
+from tritonllm.serve.engines import fellows as module
+from tritonllm.serve.engines.engine_process import EngineLoop
+from tritonllm.serve.engines.fellows import Fellows, end_if_silent
+from tritonllm.serve.engines.messages import Add, News, Stop, pack_params
 
 ONE_TOKEN = Need(decodes=1, rows=1)
 

@@ -6,10 +6,10 @@ import re
 import pytest
 from support.server import MODEL, running_server
 
-from tritonllm.serve.admin_api import OrderBody
-from tritonllm.serve.fields import GENERATION, HARMLESS, MOST_NAMES, OTHERS, POOLING, PROMPT, IgnoredFields, shown
-from tritonllm.serve.messages_protocol import CountRequest
-from tritonllm.serve.protocol import Body, ChatRequest, CompletionRequest
+from tritonllm.serve.api.admin_api import OrderBody
+from tritonllm.serve.api.fields import GENERATION, HARMLESS, MOST_NAMES, OTHERS, POOLING, PROMPT, IgnoredFields, shown
+from tritonllm.serve.api.messages_protocol import CountRequest
+from tritonllm.serve.api.protocol import Body, ChatRequest, CompletionRequest
 
 ASK = [{"role": "user", "content": "Hi"}]
 BODIES = {

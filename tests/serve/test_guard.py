@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from tritonllm import http_guard
-from tritonllm.serve.config import ServerConfig
-from tritonllm.serve.guard import Guard
+from tritonllm.http import guard as http_guard
+from tritonllm.serve.api.config import ServerConfig
+from tritonllm.serve.api.guard import Guard
 
 
 def config(**more):

@@ -12,10 +12,10 @@ import pytest
 from support.server import MODEL, ROOT, eventually, running_server
 from support.waiting import PATIENCE
 
-from tritonllm.serve.messages_protocol import MessagesRequest
-from tritonllm.serve.pooling_protocol import EmbeddingRequest, RerankRequest
-from tritonllm.serve.protocol import ChatRequest, CompletionRequest, TokenizeRequest
-from tritonllm.serve.responses_protocol import ResponsesRequest
+from tritonllm.serve.api.messages_protocol import MessagesRequest
+from tritonllm.serve.api.pooling_protocol import EmbeddingRequest, RerankRequest
+from tritonllm.serve.api.protocol import ChatRequest, CompletionRequest, TokenizeRequest
+from tritonllm.serve.api.responses_protocol import ResponsesRequest
 
 STORY = {"model": MODEL, "prompt": "There was a fox named", "max_tokens": 4, "temperature": 0}
 PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"]
@@ -546,7 +546,7 @@ def test_it_may_have_as_many_connections_as_the_system_allows(server):
     assert soft == psutil.RLIM_INFINITY or soft >= (65536 if hard == psutil.RLIM_INFINITY else min(hard, 65536))
     program = """
 import resource
-from tritonllm.serve.run import raise_file_limit
+from tritonllm.serve.processes.run import raise_file_limit
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 512))
 raise_file_limit()
 print(*resource.getrlimit(resource.RLIMIT_NOFILE))

@@ -13,8 +13,8 @@ from support.examples import examples
 from support.fake_backend import ThreadServer
 from support.waiting import PATIENCE
 
-from tritonllm import http_heads
-from tritonllm.http_guard import HeadLimits
+from tritonllm.http import heads as http_heads
+from tritonllm.http.guard import HeadLimits
 
 LIMITS = HeadLimits(max_bytes=2000, max_count=10, seconds=PATIENCE)
 MOST = 64 << 20  # bytes that are sent of what does not end; sockets hold some megabytes of that, and the server few

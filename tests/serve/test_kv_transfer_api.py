@@ -8,13 +8,13 @@ from support.router import RouterProcess
 from support.server import MODEL, RunningServer
 from support.waiting import PATIENCE, eventually
 
-from tritonllm.config import EngineConfig
+from tritonllm.config.engine import EngineConfig
 from tritonllm.demo import model_path
 from tritonllm.offline.engines import Engines
-from tritonllm.serve.async_llm import AsyncLLM
-from tritonllm.serve.config import ServerConfig
-from tritonllm.serve.engine_client import EngineProcess
-from tritonllm.serve.run import serve
+from tritonllm.serve.api.config import ServerConfig
+from tritonllm.serve.engines.async_llm import AsyncLLM
+from tritonllm.serve.engines.engine_client import EngineProcess
+from tritonllm.serve.processes.run import serve
 
 PROMPT = "Once upon a time, there was a little dog. He liked to play in the park with his friend. " * 2
 BODY = {"model": MODEL, "prompt": PROMPT, "temperature": 0, "max_tokens": 8}

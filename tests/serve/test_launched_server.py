@@ -15,9 +15,9 @@ from support.server import ROOT, eventually
 from support.streams import all_gone
 from support.waiting import PATIENCE
 
-from tritonllm.config import EngineConfig
-from tritonllm.serve import run
-from tritonllm.serve.config import ServerConfig
+from tritonllm.config.engine import EngineConfig
+from tritonllm.serve.api.config import ServerConfig
+from tritonllm.serve.processes import run
 
 PROMPT = list(range(5, 25))
 ENGINE = {"num_blocks": 64, "max_num_seqs": 4}
@@ -104,7 +104,7 @@ def test_running_requests_end_first(launched):
         rest = list(lines)
     log = launched.end()[1]
     assert "error" not in first and rest[-1] == "data: [DONE]" and not any('"error"' in line for line in rest)
-    assert log.count("INFO tritonllm.serve.launched: stopped") == 1, log
+    assert log.count("INFO tritonllm.serve.processes.launched: stopped") == 1, log
     eventually(lambda: all_gone(processes))
 
 

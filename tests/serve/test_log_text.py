@@ -10,9 +10,9 @@ from support.examples import examples
 from support.server import eventually
 from support.waiting import PATIENCE
 
-from tritonllm.log_text import MOST_CHARACTERS, OneLineFormatter, printable
+from tritonllm.system.log_text import MOST_CHARACTERS, OneLineFormatter, printable
 
-NASTY = "a\r\nINFO tritonllm.serve.guard: GET /forged 200\x1b[2J\x1b]0;title\x07\u202e\u2028\x85é\ud800"
+NASTY = "a\r\nINFO tritonllm.serve.api.guard: GET /forged 200\x1b[2J\x1b]0;title\x07\u202e\u2028\x85é\ud800"
 
 
 def formatted(text, **more):

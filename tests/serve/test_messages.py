@@ -8,7 +8,7 @@ import pytest
 from support.answers import TEXT
 from support.server import MODEL
 
-from tritonllm.serve.messages_protocol import CountRequest
+from tritonllm.serve.api.messages_protocol import CountRequest
 
 ASK = "What is 47 + 66?"
 MESSAGES = [{"role": "user", "content": ASK}]

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from tritonllm.sampling_params import SamplingParams
-from tritonllm.serve import metrics
-from tritonllm.serve.messages import Completion, Stats, Update
-from tritonllm.serve.metrics import EngineStatsCollector
+from tritonllm.config.sampling_params import SamplingParams
+from tritonllm.serve.api import metrics
+from tritonllm.serve.api.metrics import EngineStatsCollector
+from tritonllm.serve.engines.messages import Completion, Stats, Update
 
 
 def test_the_cache_in_the_hosts_memory():

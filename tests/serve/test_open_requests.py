@@ -2,13 +2,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from tritonllm.engine.asleep import AsleepError
-from tritonllm.sampling_params import SamplingParams
-from tritonllm.serve.engine_client import EngineDeadError
-from tritonllm.serve.messages import Add, Update
-from tritonllm.serve.open_requests import OpenRequests
-from tritonllm.serve.room import Room
-from tritonllm.serve.shared_count import SharedCount
+from tritonllm.config.sampling_params import SamplingParams
+from tritonllm.engine.data.asleep import AsleepError
+from tritonllm.serve.engines.engine_client import EngineDeadError
+from tritonllm.serve.engines.messages import Add, Update
+from tritonllm.serve.engines.open_requests import OpenRequests
+from tritonllm.serve.engines.room import Room
+from tritonllm.serve.engines.shared_count import SharedCount
 
 
 class Reader:

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from pydantic_core import from_json
 from support.examples import examples
 
+from tritonllm.config.thought_format import ThoughtFormat
 from tritonllm.serve.parsing.choose import Formats, check_names, choose, reasoning_parser_of, tool_parser_of
 from tritonllm.serve.parsing.objects import Objects
 from tritonllm.serve.parsing.pieces import Answer, Arguments, Call, ToolCall, read
 from tritonllm.serve.parsing.source import SourceReader
 from tritonllm.serve.parsing.tools import named, required
-from tritonllm.thought_format import ThoughtFormat
 
 DEEPSEEK = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>"
 DEEPSEEK_CALL = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"

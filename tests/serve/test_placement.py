@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from support.examples import examples
 
-from tritonllm.serve.placement import FIRST_GUESS, PIECE, Placement
+from tritonllm.serve.engines.placement import FIRST_GUESS, PIECE, Placement
 
 ROOMY = 100 * PIECE
 

@@ -18,8 +18,8 @@ from support.imported_processes import imported_processes
 from support.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 
 from tritonllm import AsyncEngineArgs, AsyncLLM, PoolingParams
-from tritonllm.serve.app import make_app
-from tritonllm.serve.config import ServerConfig
+from tritonllm.serve.api.app import make_app
+from tritonllm.serve.api.config import ServerConfig
 
 ENGINE = {"block_size": 4, "num_gpu_blocks_override": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64}
 TEXTS = ["the quick brown fox", "jumps over the lazy dog", "0 1 2 3"]

@@ -18,10 +18,10 @@ from support.waiting import PATIENCE
 
 from tritonllm import AsyncEngineArgs, AsyncLLM
 from tritonllm.cli import main
-from tritonllm.serve.engine_calls import ProfileRefusedError
-from tritonllm.serve.profiling import ProfilerConfig
-from tritonllm.teach.trace_reader import read_trace
-from tritonllm.teach.trace_summary import summarize
+from tritonllm.serve.engines.engine_calls import ProfileRefusedError
+from tritonllm.serve.engines.profiling import ProfilerConfig
+from tritonllm.telemetry.trace_reader import read_trace
+from tritonllm.telemetry.trace_summary import summarize
 
 BODY = {"model": MODEL, "prompt": "There was a fox named", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
 ENGINE = {"block_size": 4, "num_gpu_blocks_override": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64}

@@ -15,7 +15,7 @@ from support.server import MODEL, running_server
 from support.streams import LONG
 from support.waiting import PATIENCE
 
-from tritonllm.sampling_params import (
+from tritonllm.config.sampling_params import (
     MAX_BAD_WORDS,
     MAX_CHOICES,
     MAX_LOGIT_BIAS,
@@ -23,16 +23,16 @@ from tritonllm.sampling_params import (
     MAX_STOP_TOKEN_IDS,
     MAX_STOPS,
 )
-from tritonllm.serve.fields import HARMLESS
-from tritonllm.serve.messages_protocol import CountRequest, MessagesRequest
-from tritonllm.serve.pooling_protocol import (
+from tritonllm.serve.api.fields import HARMLESS
+from tritonllm.serve.api.messages_protocol import CountRequest, MessagesRequest
+from tritonllm.serve.api.pooling_protocol import (
     ClassifyRequest,
     EmbeddingRequest,
     PoolingRequest,
     RerankRequest,
     ScoreRequest,
 )
-from tritonllm.serve.protocol import (
+from tritonllm.serve.api.protocol import (
     MAX_FIELDS,
     MAX_IDS,
     MAX_MESSAGES,
@@ -46,7 +46,7 @@ from tritonllm.serve.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from tritonllm.serve.responses_protocol import ResponsesRequest
+from tritonllm.serve.api.responses_protocol import ResponsesRequest
 
 BODIES = [
     *(CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, ResponsesRequest, MessagesRequest),

@@ -11,7 +11,7 @@ from support.imported_processes import imported_processes
 from support.server import eventually
 
 from tritonllm import AsyncEngineArgs, AsyncLLM
-from tritonllm.serve.engine_client import EngineDeadError
+from tritonllm.serve.engines.engine_client import EngineDeadError
 
 PROMPT = list(range(5, 25))
 ENGINE = {"block_size": 4, "num_gpu_blocks_override": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64}

@@ -17,8 +17,8 @@ from support.server import MODEL, ROOT, eventually
 from support.waiting import PATIENCE
 
 from tritonllm import SamplingParams
-from tritonllm.serve.batch import Line
-from tritonllm.serve.ray_batch import RESTARTS, TRIES, Fleet
+from tritonllm.serve.processes.batch import Line
+from tritonllm.serve.ray.batch import RESTARTS, TRIES, Fleet
 
 pytestmark = pytest.mark.long
 

@@ -9,8 +9,8 @@ pytest.importorskip("ray.serve")
 from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import BackPressureError
 
-from tritonllm.serve.config import ServerConfig
-from tritonllm.serve.ray_ingress import Ingress
+from tritonllm.serve.api.config import ServerConfig
+from tritonllm.serve.ray.ingress import Ingress
 
 BODY = json.dumps({"model": "m", "prompt": "Hi"}).encode()
 
@@ -133,7 +133,7 @@ def test_a_probe_is_answered_although_nobody_is_there(monkeypatch):
         async def __anext__(self):
             await asyncio.Event().wait()
 
-    monkeypatch.setattr("tritonllm.serve.ray_ingress.PROBE_SECONDS", 0.01)
+    monkeypatch.setattr("tritonllm.serve.ray.ingress.PROBE_SECONDS", 0.01)
     handle = Handle([])
     handle.answers = [Never([])]
     assert ask(handle, path="/health", method="GET")[0] == 503 and handle.answers[0].cancelled

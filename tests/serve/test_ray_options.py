@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from support.rendezvous import placed_slowly, ranked
 
 from tritonllm.demo import model_path
-from tritonllm.serve.ray_options import read_plan
-from tritonllm.serve.ray_serve import build_app, of_engines, of_ingress
+from tritonllm.serve.ray.options import read_plan
+from tritonllm.serve.ray.ray_serve import build_app, of_engines, of_ingress
 
 pytest.importorskip("ray.serve")
 MODEL = str(model_path())
@@ -93,7 +93,7 @@ NAMES = st.lists(st.sampled_from("abcdefgh"), min_size=1, unique=True)
 
 @given(st.binary(max_size=8), NAMES, st.lists(st.sampled_from("abcdefgh")), st.lists(st.integers(1, 50), max_size=20))
 def test_each_order_has_all_replicas_and_begins_as_the_router_does(key, names, tried, requests):
-    from tritonllm.serve.ray_prefix import Loads
+    from tritonllm.serve.ray.prefix import Loads
 
     loads = Loads(0.25, 10)
     for i, tokens in enumerate(requests):
@@ -114,7 +114,7 @@ def test_each_order_has_all_replicas_and_begins_as_the_router_does(key, names, t
 
 
 def test_metrics_of_replicas_are_told_apart():
-    from tritonllm.serve.ray_metrics import together
+    from tritonllm.serve.ray.metrics import together
 
     page = b'# HELP a:x_total Things.\n# TYPE a:x_total counter\na:x_total{k="v"} %d.0\n'
     kind, text = together([("two", page % 2), ("one", page % 1)])

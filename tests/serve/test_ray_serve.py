@@ -18,7 +18,7 @@ from support.waiting import PATIENCE
 
 from tritonllm import SamplingParams
 from tritonllm.demo import model_path
-from tritonllm.serve.ray_serve import ENGINES, build_app
+from tritonllm.serve.ray.ray_serve import ENGINES, build_app
 
 pytestmark = pytest.mark.long
 

@@ -12,11 +12,11 @@ import openai
 import pytest
 from support.server import MODEL
 
-from tritonllm.serve.fields import HARMLESS
-from tritonllm.serve.messages_protocol import CountRequest, MessagesRequest
-from tritonllm.serve.pooling_protocol import EmbeddingRequest
-from tritonllm.serve.protocol import ChatRequest, CompletionRequest
-from tritonllm.serve.responses_protocol import ResponsesRequest
+from tritonllm.serve.api.fields import HARMLESS
+from tritonllm.serve.api.messages_protocol import CountRequest, MessagesRequest
+from tritonllm.serve.api.pooling_protocol import EmbeddingRequest
+from tritonllm.serve.api.protocol import ChatRequest, CompletionRequest
+from tritonllm.serve.api.responses_protocol import ResponsesRequest
 
 RECORDED = sorted(Path(__file__).with_name("recorded_requests").glob("*.json"))
 ASK = [{"role": "user", "content": "Say hello"}]

@@ -16,12 +16,23 @@ from support.server import eventually, running_server, socket_folders
 from support.streams import Stream, all_gone
 
 from tritonllm import AsyncEngineArgs, AsyncLLM, EngineArgs, LLMEngine, SamplingParams, env
-from tritonllm.config import EngineConfig
-from tritonllm.engine.request import PACKED
-from tritonllm.serve import replicas as replicas_module
-from tritonllm.serve.engine_client import EngineDeadError
-from tritonllm.serve.messages import Abort, Add, Answer, Call, Completion, News, PoolingFacts, Ready, Stats, Update
-from tritonllm.serve.replicas import Replicas, check_gpus, start_engines, together
+from tritonllm.config.engine import EngineConfig
+from tritonllm.engine.data.request import PACKED
+from tritonllm.serve.engines import replicas as replicas_module
+from tritonllm.serve.engines.engine_client import EngineDeadError
+from tritonllm.serve.engines.messages import (
+    Abort,
+    Add,
+    Answer,
+    Call,
+    Completion,
+    News,
+    PoolingFacts,
+    Ready,
+    Stats,
+    Update,
+)
+from tritonllm.serve.engines.replicas import Replicas, check_gpus, start_engines, together
 
 ENGINE = {"block_size": 4, "num_gpu_blocks_override": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64}
 PROMPTS = [list(range(5 + i, 25 + i)) for i in range(12)]

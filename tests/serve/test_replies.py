@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from support.examples import examples
 from support.random_tokenizers import ByteFallback, ByteLevel
 
-from tritonllm.engine.detokenizer import IncrementalDetokenizer, Words, bytes_of
-from tritonllm.engine.outputs import CompletionOutput, Logprob, RequestOutput
-from tritonllm.serve.completions_api import _Choices
-from tritonllm.serve.protocol import CompletionRequest
-from tritonllm.serve.replies import Offsets
+from tritonllm.engine.data.outputs import CompletionOutput, Logprob, RequestOutput
+from tritonllm.engine.text.detokenizer import IncrementalDetokenizer, Words, bytes_of
+from tritonllm.serve.api.completions_api import _Choices
+from tritonllm.serve.api.protocol import CompletionRequest
+from tritonllm.serve.api.replies import Offsets
 
 # The prompt ends in a part of a character; special tokens are skipped in what follows.
 PROMPT, OUTPUT = [None, " a", b"\xe6", b"\xbc"], [b"\xa2", " b", None, b"\xc3", b"\xa9", "c"]

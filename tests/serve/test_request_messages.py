@@ -5,15 +5,15 @@ import msgspec
 import pytest
 from support.engines import tiny_checkpoint
 
-from tritonllm.beam_search_params import BeamSearchParams
-from tritonllm.engine.input_processor import InputProcessor
-from tritonllm.engine.tokenizer import load_tokenizer
-from tritonllm.pooling_params import PoolingParams
-from tritonllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
-from tritonllm.serve import request_messages
-from tritonllm.serve.collector import Collector
-from tritonllm.serve.messages import Add, unpack_params
-from tritonllm.serve.pooling_messages import PoolingCollector
+from tritonllm.config.beam_search_params import BeamSearchParams
+from tritonllm.config.pooling_params import PoolingParams
+from tritonllm.config.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from tritonllm.engine.text.input_processor import InputProcessor
+from tritonllm.engine.text.tokenizer import load_tokenizer
+from tritonllm.serve.engines import request_messages
+from tritonllm.serve.engines.collector import Collector
+from tritonllm.serve.engines.messages import Add, unpack_params
+from tritonllm.serve.engines.pooling_messages import PoolingCollector
 
 PROMPT = InputProcessor(None, 50, 32, frozenset({0}), 0).tokenize({"prompt_token_ids": [1, 2, 3], "cache_salt": "s"})
 

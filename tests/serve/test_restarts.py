@@ -13,12 +13,12 @@ from support.streams import Stream, all_gone
 from support.waiting import PATIENCE
 
 from tritonllm import AsyncEngineArgs, AsyncLLM, SamplingParams
-from tritonllm.engine.request import PACKED
-from tritonllm.serve.config import ServerConfig
-from tritonllm.serve.engine_client import EngineDeadError, EngineLink
-from tritonllm.serve.messages import Abort, Add, Call, Completion, News, PoolingFacts, Ready, Stats, Update
-from tritonllm.serve.replicas import Replicas
-from tritonllm.serve.restarts import WINDOW, Restarts
+from tritonllm.engine.data.request import PACKED
+from tritonllm.serve.api.config import ServerConfig
+from tritonllm.serve.engines.engine_client import EngineDeadError, EngineLink
+from tritonllm.serve.engines.messages import Abort, Add, Call, Completion, News, PoolingFacts, Ready, Stats, Update
+from tritonllm.serve.engines.replicas import Replicas
+from tritonllm.serve.engines.restarts import WINDOW, Restarts
 
 
 class Link(EngineLink):

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 from support.waiting import PATIENCE
 
-from tritonllm.serve.room import QueueFullError, Room
-from tritonllm.serve.shared_count import SharedCount
+from tritonllm.serve.engines.room import QueueFullError, Room
+from tritonllm.serve.engines.shared_count import SharedCount
 
 
 def taker(room, name, sequences, order):

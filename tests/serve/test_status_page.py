@@ -11,12 +11,12 @@ from support.server import MODEL, ROOT, eventually
 from support.streams import Stream
 from support.waiting import PATIENCE
 
-from tritonllm.serve import status_api
-from tritonllm.serve.errors import APIError
-from tritonllm.serve.status_api import Looks
-from tritonllm.teach.dashboard.snapshot import View
+from tritonllm.serve.api import status_api
+from tritonllm.serve.api.errors import APIError
+from tritonllm.serve.api.status_api import Looks
+from tritonllm.telemetry.snapshot import View
 
-PAGE = (ROOT / "tritonllm" / "serve" / "status.html").read_text()
+PAGE = (ROOT / "tritonllm" / "serve" / "api" / "status.html").read_text()
 NAMES = sorted(set(re.findall(r'"((?:vllm|tritonllm):\w+)"', PAGE)))
 (SCRIPT,) = re.findall(r"<script>(.*)</script>", PAGE, re.DOTALL)
 (ACTIVITY,) = re.findall(r'const ACTIVITY = "(.*)";', SCRIPT)

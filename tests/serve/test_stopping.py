@@ -15,7 +15,7 @@ from support.server import ROOT, eventually, socket_folders
 from support.streams import all_gone
 from support.waiting import PATIENCE
 
-from tritonllm.starting import stopped_by_sigterm
+from tritonllm.system.starting import stopped_by_sigterm
 
 # Says when the command has begun: before that Python imports, and the signal does what it does to any program.
 SCRIPT = """

@@ -11,8 +11,8 @@ from support.imported_processes import imported_processes
 from support.waiting import PATIENCE
 
 from tritonllm import AsyncEngineArgs, AsyncLLM
-from tritonllm.serve.app import make_app
-from tritonllm.serve.config import ServerConfig
+from tritonllm.serve.api.app import make_app
+from tritonllm.serve.api.config import ServerConfig
 
 TEMPLATE = """\
 {%- for m in messages %}{{ m.role }}: {{ m.content }}

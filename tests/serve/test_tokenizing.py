@@ -7,10 +7,10 @@ import pytest
 from support.server import MODEL
 from support.waiting import PATIENCE
 
-from tritonllm.engine.input_processor import SURELY_QUICK, InputProcessor
-from tritonllm.pooling_params import PoolingParams
-from tritonllm.sampling_params import SamplingParams
-from tritonllm.serve.tokenizing import Tokenizing, characters
+from tritonllm.config.pooling_params import PoolingParams
+from tritonllm.config.sampling_params import SamplingParams
+from tritonllm.engine.text.input_processor import SURELY_QUICK, InputProcessor
+from tritonllm.serve.engines.tokenizing import Tokenizing, characters
 
 LONG = "x" * (SURELY_QUICK + 1)
 

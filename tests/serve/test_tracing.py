@@ -12,10 +12,10 @@ from support.waiting import PATIENCE
 
 from tritonllm import AsyncEngineArgs, AsyncLLM, SamplingParams
 from tritonllm.cli import main
-from tritonllm.sampling_params import RequestOutputKind
-from tritonllm.serve import tracing
-from tritonllm.serve.app import make_app
-from tritonllm.serve.config import ServerConfig
+from tritonllm.config.sampling_params import RequestOutputKind
+from tritonllm.serve.api import tracing
+from tritonllm.serve.api.app import make_app
+from tritonllm.serve.api.config import ServerConfig
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 BODY = {"prompt": [5, 6, 7], "max_tokens": 6, "temperature": 0, "ignore_eos": True}

@@ -10,7 +10,7 @@ import triton
 
 from support.tiny_models import random_tokens
 from tritonllm import LLM, SamplingParams
-from tritonllm.engine.shared_prefix import CascadePlanner
+from tritonllm.engine.step.shared_prefix import CascadePlanner
 
 LENGTHS = (1, 700, 33, 128, 2, 511, 90, 300)
 KINDS = ({"temperature": 0}, {"temperature": 0.8}, {"top_k": 50, "top_p": 0.9}, {"min_p": 0.1, "seed": 3})

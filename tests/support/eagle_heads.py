@@ -15,7 +15,7 @@ from support.engines import greedy, tiny_checkpoint, tiny_llm
 from support.tiny_models import random_tokens
 from support.tiny_tokenizer import VOCAB_SIZE
 from tritonllm import LLM, SamplingParams
-from tritonllm.engine.outputs import RequestOutput
+from tritonllm.engine.data.outputs import RequestOutput
 from tritonllm.models.checkpoint import read_config
 from tritonllm.models.eagle_files import write_eagle_head
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from support.tiny_models import tiny_config, write_checkpoint
 from support.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 from tritonllm import LLM, SamplingParams
-from tritonllm.engine.outputs import RequestOutput
+from tritonllm.engine.data.outputs import RequestOutput
 
 
 @cache

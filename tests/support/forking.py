@@ -31,13 +31,13 @@ ROOT = Path(__file__).parents[2]
 IMPORTED = [
     "tritonllm.cli",
     "tritonllm.offline.llm",
-    "tritonllm.engine.worker",
-    "tritonllm.serve.engine_process",
+    "tritonllm.engine.ranks.worker",
+    "tritonllm.serve.engines.engine_process",
     *(
         f"tritonllm.serve.{name}_api"
         for name in ("admin", "completions", "messages", "pooling", "profile", "responses")
     ),
-    "tritonllm.serve.tracing",
+    "tritonllm.serve.api.tracing",
     "transformers.models.auto.tokenization_auto",
 ]
 # Variables that something reads while it is imported: a program that has others of them is no fork.
@@ -238,7 +238,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with who asks, who gets Ctrl-C, too
     prctl(NAME, FORKING.encode())
     sys.path[0] = str(ROOT)
-    from tritonllm.starting import no_searches
+    from tritonllm.system.starting import no_searches
 
     with no_searches(ours=True):
         for name in IMPORTED:

@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
 from support.scheduler_machine import MAX_MODEL_LEN, FakeModel, SchedulerMachine
-from tritonllm.config import CacheConfig
-from tritonllm.engine import prompt_budget
-from tritonllm.engine.copy_batches import Transfers
-from tritonllm.engine.host_tier import HostTier
-from tritonllm.engine.rates import LATENCY, Rates
-from tritonllm.engine.request import RequestStatus
-from tritonllm.engine.scheduler import Scheduler
-from tritonllm.engine.speculation import Drafting
-from tritonllm.engine.swaps import own_labels
+from tritonllm.config.engine import CacheConfig
+from tritonllm.engine.data.copy_batches import Transfers
+from tritonllm.engine.data.request import RequestStatus
+from tritonllm.engine.schedule import prompt_budget
+from tritonllm.engine.schedule.host_tier import HostTier
+from tritonllm.engine.schedule.rates import LATENCY, Rates
+from tritonllm.engine.schedule.scheduler import Scheduler
+from tritonllm.engine.schedule.speculation import Drafting
+from tritonllm.engine.schedule.swaps import own_labels
 
 
 class ModelWithHost(FakeModel):

@@ -17,7 +17,11 @@ import torch
 from support.forking import FORKING
 
 # The last is what an engine with a tokenizer imports when it loads it.
-IMPORTED = ["tritonllm.engine.worker", "tritonllm.serve.engine_process", "transformers.models.auto.tokenization_auto"]
+IMPORTED = [
+    "tritonllm.engine.ranks.worker",
+    "tritonllm.serve.engines.engine_process",
+    "transformers.models.auto.tokenization_auto",
+]
 
 
 @contextmanager

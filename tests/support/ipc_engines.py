@@ -8,10 +8,10 @@ from typing import Any
 from support.ipc_memory import Host, device_slots
 from support.small_slots import memory
 from support.waiting import PATIENCE
-from tritonllm.engine.kv_ipc import DeviceReads
-from tritonllm.engine.kv_peer import Peer, PeerSettings
-from tritonllm.engine.kv_plane import Plane
-from tritonllm.kv_transfer_config import KVTransferConfig
+from tritonllm.config.kv_transfer import KVTransferConfig
+from tritonllm.engine.transfer.ipc import DeviceReads
+from tritonllm.engine.transfer.peer import Peer, PeerSettings
+from tritonllm.engine.transfer.plane import Plane
 
 
 @contextmanager

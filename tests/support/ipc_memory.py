@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from tritonllm.engine.kv_connector import DeviceSlots
-from tritonllm.engine.kv_ipc_memory import MakeDevice, Span
+from tritonllm.engine.transfer.connector import DeviceSlots
+from tritonllm.engine.transfer.ipc_memory import MakeDevice, Span
 
 
 class Host:

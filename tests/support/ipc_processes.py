@@ -86,7 +86,7 @@ def _start(gpu: int | None, given: dict[str, Any]) -> Any:
     import torch
 
     from tritonllm import LLM
-    from tritonllm.engine import kv_settings
+    from tritonllm.engine.transfer import settings as kv_settings
 
     if gpu is None:
         torch.set_num_threads(1)

@@ -48,8 +48,8 @@ def all_slots_are_back(llm: LLM) -> bool:
 
 @contextmanager
 def peer_engines() -> Iterator[Callable[..., LLM]]:
-    """``start(role)`` makes an engine with a :class:`~tritonllm.engine.kv_peer.Peer`, whose settings it takes by name,
-    and the engine's in ``engine``; when all are closed, all slots are back and no thread is left."""
+    """``start(role)`` makes an engine with a :class:`~tritonllm.engine.transfer.peer.Peer`, whose settings it takes by
+    name, and the engine's in ``engine``; when all are closed, all slots are back and no thread is left."""
     before, made = set(threading.enumerate()), []
 
     def start(

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from tritonllm.engine.kv_nixl_agent import Span
+from tritonllm.engine.transfer.nixl_agent import Span
 
 
 class Network:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from support.waiting import PATIENCE
-from tritonllm.engine.kv_settings import make_connector
-from tritonllm.kv_transfer_config import KVTransferConfig
+from tritonllm.config.kv_transfer import KVTransferConfig
+from tritonllm.engine.transfer.settings import make_connector
 
 SLOTS, SIZE = 16, 1 << 20
 KEYS = [bytes([n]) * 16 for n in range(SLOTS)]

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import xgrammar
 
-from tritonllm.engine.grammar import parse
-from tritonllm.sampling_params import StructuredOutputsParams
+from tritonllm.config.sampling_params import StructuredOutputsParams
+from tritonllm.engine.grammar.grammar import parse
 
 WORDS = [
     '",',

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from tritonllm.engine.detokenizer import SHOWN_AS
+from tritonllm.engine.text.detokenizer import SHOWN_AS
 
 REPLACEMENT = "\ufffd"
 SPECIAL = "</s>"

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from support.scheduling import has_unfinished
-from tritonllm.config import CacheConfig, SchedulerConfig
-from tritonllm.engine import prompt_budget
-from tritonllm.engine.gang import parent_in, prompt_blocks, room_for
-from tritonllm.engine.request import Request, RequestStatus
-from tritonllm.engine.scheduler import Scheduler
-from tritonllm.engine.speculation import Drafting
-from tritonllm.sampling_params import SamplingParams
+from tritonllm.config.engine import CacheConfig, SchedulerConfig
+from tritonllm.config.sampling_params import SamplingParams
+from tritonllm.engine.data.request import Request, RequestStatus
+from tritonllm.engine.schedule import prompt_budget
+from tritonllm.engine.schedule.gang import parent_in, prompt_blocks, room_for
+from tritonllm.engine.schedule.scheduler import Scheduler
+from tritonllm.engine.schedule.speculation import Drafting
 
 MAX_MODEL_LEN = 40
 EOS, STOP = 0, 1

@@ -2,11 +2,11 @@
 
 import zlib
 
-from tritonllm.config import CacheConfig, SchedulerConfig
-from tritonllm.engine.request import Request
-from tritonllm.engine.scheduler import Scheduler
-from tritonllm.engine.speculation import Drafting
-from tritonllm.sampling_params import SamplingParams
+from tritonllm.config.engine import CacheConfig, SchedulerConfig
+from tritonllm.config.sampling_params import SamplingParams
+from tritonllm.engine.data.request import Request
+from tritonllm.engine.schedule.scheduler import Scheduler
+from tritonllm.engine.schedule.speculation import Drafting
 
 
 def make_scheduler(

@@ -7,7 +7,7 @@ import numpy as np
 
 from support.fault_proxy import fault_proxy
 from support.waiting import PATIENCE
-from tritonllm.engine.kv_peer import Peer
+from tritonllm.engine.transfer.peer import Peer
 
 SLOTS = 7
 SIZE = 29

@@ -3,8 +3,8 @@
 import multiprocessing
 import time
 
-from tritonllm.engine.drafters import NgramDrafter
-from tritonllm.engine.drawing import Drawing
+from tritonllm.engine.drafts.drafters import NgramDrafter
+from tritonllm.engine.step.drawing import Drawing
 
 
 class Trap(NgramDrafter):

@@ -15,14 +15,14 @@ from support.waiting import PATIENCE
 
 from tritonllm.cli import dashboard as command
 from tritonllm.cli import main
+from tritonllm.config.sampling_params import SamplingParams
 from tritonllm.events import Part, RequestAdded, StepPlanned
-from tritonllm.sampling_params import SamplingParams
 from tritonllm.teach.dashboard import picture, source_engine
 from tritonllm.teach.dashboard.app import Dashboard, Panel
-from tritonllm.teach.dashboard.recorder import SPEEDS, Gate
 from tritonllm.teach.dashboard.source import Status
 from tritonllm.teach.dashboard.source_engine import DashboardViewer, EngineSource
-from tritonllm.teach.dashboard.state import State
+from tritonllm.telemetry.activity_state import State
+from tritonllm.telemetry.recorder import SPEEDS, Gate
 
 PROMPT = list(range(5, 25))
 

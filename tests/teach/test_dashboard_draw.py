@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tritonllm.teach.dashboard import draw
-from tritonllm.teach.dashboard.snapshot import Cells, Counters, RequestLine, Snapshot, StepColumn, View
-from tritonllm.teach.dashboard.state import State
+from tritonllm.telemetry.activity_state import State
+from tritonllm.telemetry.snapshot import Cells, Counters, RequestLine, Snapshot, StepColumn, View
 
 count = st.integers(0, 10**6)
 lines = st.builds(

@@ -11,11 +11,11 @@ from support.engines import always_load, greedy, similar_checkpoint, tiny_llm
 from support.examples import examples
 
 from tritonllm import BeamSearchParams, PoolingParams, SamplingParams
-from tritonllm.teach.dashboard import recorder as recorder_module
-from tritonllm.teach.dashboard.pool_map import PoolMap
-from tritonllm.teach.dashboard.recorder import Recorder
-from tritonllm.teach.dashboard.snapshot import MOST_CELLS, Snapshot, View, from_json, to_json
-from tritonllm.teach.dashboard.state import MOST_ENDED, SHOWN_STEPS, State
+from tritonllm.telemetry import recorder as recorder_module
+from tritonllm.telemetry.activity_state import MOST_ENDED, SHOWN_STEPS, State
+from tritonllm.telemetry.pool_map import PoolMap
+from tritonllm.telemetry.recorder import Recorder
+from tritonllm.telemetry.snapshot import MOST_CELLS, Snapshot, View, from_json, to_json
 
 PROMPT = list(range(5, 25))
 ALL = View(rows=1000, cells=MOST_CELLS, steps=512)

@@ -9,13 +9,13 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from tritonllm import LLM, SamplingParams
 from tritonllm.demo import model_path
-from tritonllm.teach import kernel_records
-from tritonllm.teach.kernel_records import Kernel, Reading, plain_name, read_clocks, to_monotonic, write_kernels
-from tritonllm.teach.trace import Trace
-from tritonllm.teach.trace_file import Clock, TraceFile
-from tritonllm.teach.trace_layout import GPU, STREAMS
-from tritonllm.teach.trace_reader import read_trace
-from tritonllm.teach.trace_summary import summarize
+from tritonllm.telemetry import kernel_records
+from tritonllm.telemetry.kernel_records import Kernel, Reading, plain_name, read_clocks, to_monotonic, write_kernels
+from tritonllm.telemetry.trace import Trace
+from tritonllm.telemetry.trace_file import Clock, TraceFile
+from tritonllm.telemetry.trace_layout import GPU, STREAMS
+from tritonllm.telemetry.trace_reader import read_trace
+from tritonllm.telemetry.trace_summary import summarize
 
 
 def test_both_clocks():
@@ -107,7 +107,7 @@ class FakeRecorder(kernel_records.KernelRecorder):
 
 
 def test_a_trace_with_kernels_in_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("tritonllm.teach.trace.KernelRecorder", FakeRecorder)
+    monkeypatch.setattr("tritonllm.telemetry.trace.KernelRecorder", FakeRecorder)
     monkeypatch.setattr(kernel_records, "MOST_KERNELS", 200)
     monkeypatch.setattr(FakeRecorder, "_has_gpu", staticmethod(lambda: True))
     llm = LLM(str(model_path()), num_blocks=64, max_num_seqs=4)

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tritonllm.engine.edits import MAX_BAD_WORD, MAX_ENTRIES
+from tritonllm.config.sampling_params import SamplingParams
+from tritonllm.engine.data.edits import MAX_BAD_WORD, MAX_ENTRIES
 from tritonllm.kernels import TokenMasks, sample
 from tritonllm.kernels.sampling.edits import ALWAYS, Entry, edit_logits_ref, make_logit_edits, write_seat
 from tritonllm.kernels.sampling.sample import log_weights_ref
-from tritonllm.sampling_params import SamplingParams
 from tritonllm.teach.narrate.filters import follow
 
 VOCAB = 150  # more than a group of the draw

@@ -6,7 +6,7 @@ from string import Formatter
 
 import pytest
 
-from tritonllm.engine.request import RequestStatus
+from tritonllm.engine.data.request import RequestStatus
 from tritonllm.events import AdmissionEnd
 from tritonllm.teach import narrate
 from tritonllm.teach.narrate.acts import Count, Mark, Said, Share

@@ -21,10 +21,10 @@ from support.trace_rules import check_trace, load
 
 from tritonllm import BeamSearchParams, SamplingParams
 from tritonllm.events import StepFinished
-from tritonllm.teach import trace_requests
-from tritonllm.teach.trace import Trace
-from tritonllm.teach.trace_layout import DEVICE, ENGINE, FIRST_LANE, HOST, OVERFLOW, REQUESTS
-from tritonllm.teach.trace_reader import read_trace
+from tritonllm.telemetry import trace_requests
+from tritonllm.telemetry.trace import Trace
+from tritonllm.telemetry.trace_layout import DEVICE, ENGINE, FIRST_LANE, HOST, OVERFLOW, REQUESTS
+from tritonllm.telemetry.trace_reader import read_trace
 
 PROMPT = list(range(5, 25))
 
@@ -383,7 +383,7 @@ def test_memory_is_flat_over_100_000_steps(tmp_path):
 WRITER = """
 import sys, time
 from support.fake_events import FakeEngine, added, one_step
-from tritonllm.teach.trace import Trace
+from tritonllm.telemetry.trace import Trace
 engine = FakeEngine()
 trace = Trace(engine, sys.argv[1])
 for name in "abc":

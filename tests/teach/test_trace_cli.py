@@ -12,7 +12,7 @@ from support.fake_events import FakeEngine, added, ended, one_step
 from support.trace_rules import check_trace, load
 
 from tritonllm.cli import main
-from tritonllm.teach.trace import Trace
+from tritonllm.telemetry.trace import Trace
 
 ROOT = Path(__file__).parents[2]
 RUN = ["generate", "--prompt", "There was a fox named", "--max-tokens", "6", "--num-blocks", "64"]

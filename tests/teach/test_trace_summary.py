@@ -12,10 +12,10 @@ from support.examples import examples
 from support.fake_events import FakeEngine, added, ended, finished, launched, one_step, part, planned
 
 from tritonllm.events import EngineReset
-from tritonllm.teach.trace import Trace
-from tritonllm.teach.trace_reader import read_trace
-from tritonllm.teach.trace_summary import covered, spread, summarize
-from tritonllm.teach.trace_text import text
+from tritonllm.telemetry.trace import Trace
+from tritonllm.telemetry.trace_reader import read_trace
+from tritonllm.telemetry.trace_summary import covered, spread, summarize
+from tritonllm.telemetry.trace_text import text
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["ahead", "one by one"])

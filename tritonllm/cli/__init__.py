@@ -37,8 +37,8 @@ from tritonllm.cli import (
     tutorial,
 )
 from tritonllm.cli.options import SEVERAL
-from tritonllm.log_text import OTHERS, OneLineFormatter
-from tritonllm.starting import no_searches
+from tritonllm.system.log_text import OTHERS, OneLineFormatter
+from tritonllm.system.starting import no_searches
 from tritonllm.version import __version__
 
 FAILED, INTERRUPTED, BROKEN_PIPE = 1, 130, 141  # argparse exits with 2; the last two are 128 + the signal's number

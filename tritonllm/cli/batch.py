@@ -10,8 +10,8 @@ from typing import IO, Any
 
 from tritonllm.cli.options import ENGINE, SEVERAL, add_options, given
 from tritonllm.cli.serve import EXTRA
-from tritonllm.config import EngineConfig
-from tritonllm.starting import no_searches
+from tritonllm.config.engine import EngineConfig
+from tritonllm.system.starting import no_searches
 
 DESCRIPTION = """\
 Answer a file of requests in OpenAI's batch format: each line has custom_id, url (as /v1/chat/completions) and body. An
@@ -55,7 +55,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
     try:
         with no_searches(ours=True):
-            from tritonllm.serve.batch import open_answers, read_lines
+            from tritonllm.serve.processes.batch import open_answers, read_lines
     except ImportError as error:
         raise ImportError(EXTRA.replace("serve needs", "batch needs").format(error)) from error
     if args.ray:
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
         if not left:
             return 0
         if args.ray:
-            from tritonllm.serve.ray_batch import run_ray_batch
+            from tritonllm.serve.ray.batch import run_ray_batch
 
             failed = run_ray_batch(engine, config, left, file, at_once, args.ray)
         else:
@@ -86,8 +86,8 @@ def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
 
 
 def _run_here(engine: EngineConfig, config: Any, lines: list[Any], file: IO[bytes], at_once: int) -> int:
-    from tritonllm.serve.async_llm import AsyncLLM
-    from tritonllm.serve.batch import run_batch
+    from tritonllm.serve.engines.async_llm import AsyncLLM
+    from tritonllm.serve.processes.batch import run_batch
 
     llm = AsyncLLM(engine, max_queue=max(4 * at_once, 1024))
     try:
@@ -105,7 +105,7 @@ def check(args: argparse.Namespace) -> tuple[EngineConfig, Any, int]:
         ValueError: a bad value.
         OSError: the chat template cannot be read.
     """
-    from tritonllm.serve.config import ServerConfig
+    from tritonllm.serve.api.config import ServerConfig
 
     engine = EngineConfig.from_kwargs(model=args.model, **given(args, ENGINE | SEVERAL))
     at_once = args.max_concurrency

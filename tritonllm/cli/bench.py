@@ -15,7 +15,7 @@ from tritonllm.cli import bench_serve
 from tritonllm.cli.bench_files import check_file, write_report
 from tritonllm.cli.bench_runs import KINDS, Bench
 from tritonllm.cli.options import ENGINE, add_options, given
-from tritonllm.config import EngineConfig
+from tritonllm.config.engine import EngineConfig
 from tritonllm.version import __version__
 
 # What the commands share with `generate`; a tokenizer is never needed here.

@@ -78,7 +78,7 @@ class Bench:
         Raises:
             ValueError: an output did not get the length that was asked for, so its time says nothing.
         """
-        from tritonllm.sampling_params import SamplingParams
+        from tritonllm.config.sampling_params import SamplingParams
 
         batch = list(requests)
         common: dict[str, Any] = {"temperature": self._temperature, "ignore_eos": True, "detokenize": False}

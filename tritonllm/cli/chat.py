@@ -11,8 +11,8 @@ from typing import Any
 from tritonllm import env
 from tritonllm.cli.options import ENGINE, SAMPLING, add_options, given
 from tritonllm.cli.talk import LocalTalker, RemoteTalker, Talker
-from tritonllm.config import EngineConfig
-from tritonllm.sampling_params import SamplingParams
+from tritonllm.config.engine import EngineConfig
+from tritonllm.config.sampling_params import SamplingParams
 
 HELP = """\
 /reset      forget the conversation

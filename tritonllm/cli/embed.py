@@ -9,8 +9,8 @@ from typing import Any
 from tritonllm.cli.options import ENGINE, add_options, given
 from tritonllm.cli.pooling_options import POOLING
 from tritonllm.cli.prompts import read_prompts
-from tritonllm.config import EngineConfig
-from tritonllm.pooling_params import TASKS, PoolingParams
+from tritonllm.config.engine import EngineConfig
+from tritonllm.config.pooling_params import TASKS, PoolingParams
 
 DESCRIPTION = """\
 Turn prompts into vectors. Each line of the output is a JSON object with the fields index, prompt, prompt_tokens and

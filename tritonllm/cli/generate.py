@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tritonllm.beam_search_params import BeamSearchParams
 from tritonllm.cli import teaching
 from tritonllm.cli.options import ENGINE, SAMPLING, add_options, given
 from tritonllm.cli.prompts import read_prompts
-from tritonllm.config import EngineConfig
-from tritonllm.engine.outputs import CompletionOutput, Logprobs, RequestOutput
-from tritonllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from tritonllm.config.beam_search_params import BeamSearchParams
+from tritonllm.config.engine import EngineConfig
+from tritonllm.config.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from tritonllm.engine.data.outputs import CompletionOutput, Logprobs, RequestOutput
 from tritonllm.teach.viewer import Stops, Viewer, watch_all
 
 DONE, FAILED = 0, 1

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from tritonllm.config import (
+from tritonllm.config.engine import (
     COMPILATION,
     DTYPES,
     EXECUTORS,
@@ -11,7 +11,7 @@ from tritonllm.config import (
     NO_COMPILATION,
     STRUCTURED_OUTPUTS_BACKENDS,
 )
-from tritonllm.speculative_config import parse_draft
+from tritonllm.config.speculative import parse_draft
 
 # Option -> keywords of add_argument. The name, with underscores, is that of the field of SamplingParams.
 SAMPLING: dict[str, dict[str, Any]] = {

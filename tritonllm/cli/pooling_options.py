@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tritonllm.config import CONVERSIONS, RUNNERS
+from tritonllm.config.engine import CONVERSIONS, RUNNERS
 
 # Option -> keywords of add_argument; the name is that of LLM's argument. See docs/pooling.md.
 POOLING: dict[str, dict[str, Any]] = {

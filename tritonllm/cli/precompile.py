@@ -63,10 +63,10 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
-    from tritonllm.config import EngineConfig
-    from tritonllm.engine.draft_model import read_draft_spec
-    from tritonllm.engine.precompile import Target, compile_kernels_of
-    from tritonllm.engine.resolve import length_limit, resolve_dtype
+    from tritonllm.config.engine import EngineConfig
+    from tritonllm.engine.drafts.draft_model import read_draft_spec
+    from tritonllm.engine.start.precompile import Target, compile_kernels_of
+    from tritonllm.engine.start.resolve import length_limit, resolve_dtype
     from tritonllm.kernels.compile import cache_folder
     from tritonllm.models import checkpoint
     from tritonllm.models.loading import read_spec

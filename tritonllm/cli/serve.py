@@ -12,8 +12,8 @@ from typing import Any
 from tritonllm import env
 from tritonllm.cli.options import ENGINE, LIMITS, SEVERAL, add_options, given
 from tritonllm.cli.pooling_options import POOLING
-from tritonllm.config import POLICIES, EngineConfig
-from tritonllm.starting import no_searches, stopped_by_sigterm
+from tritonllm.config.engine import POLICIES, EngineConfig
+from tritonllm.system.starting import no_searches, stopped_by_sigterm
 
 DESCRIPTION = """\
 Serve a model over HTTP with OpenAI's API. It listens on this machine only unless you give --host. SIGTERM or Ctrl-C
@@ -140,9 +140,9 @@ def check(args: argparse.Namespace) -> tuple[EngineConfig, Any]:
         ValueError: a bad value.
         OSError: a file cannot be read.
     """
-    from tritonllm.serve.config import ServerConfig
-    from tritonllm.serve.profiling import ProfilerConfig
-    from tritonllm.serve.template import read_template
+    from tritonllm.serve.api.config import ServerConfig
+    from tritonllm.serve.api.template import read_template
+    from tritonllm.serve.engines.profiling import ProfilerConfig
 
     options = given(args, ENGINE)
     more = (
@@ -232,12 +232,12 @@ def _run(args: argparse.Namespace, go_on: Callable[[], None]) -> int:
         args.wrong_usage(str(error))
     try:
         with no_searches(ours=True):
-            from tritonllm.serve.child_process import end_without_threads
-            from tritonllm.serve.run import serve
+            from tritonllm.serve.engines.child_process import end_without_threads
+            from tritonllm.serve.processes.run import serve
     except ImportError as error:
         raise ImportError(EXTRA.format(error)) from error
     if config.otlp_traces_endpoint is not None:
-        from tritonllm.serve.tracing import require_packages
+        from tritonllm.serve.api.tracing import require_packages
 
         require_packages()
     package = logging.getLogger("tritonllm")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from tritonllm.cli.remote import UNREADABLE, error_text, first_model, message_of
-from tritonllm.sampling_params import RequestOutputKind, SamplingParams
+from tritonllm.config.sampling_params import RequestOutputKind, SamplingParams
 
 Message = Mapping[str, str]
 

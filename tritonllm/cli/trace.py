@@ -51,12 +51,12 @@ def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
         check(args)
     except ValueError as error:
         args.wrong_usage(str(error))
-    from tritonllm.teach.trace_reader import read_trace
-    from tritonllm.teach.trace_summary import summarize
+    from tritonllm.telemetry.trace_reader import read_trace
+    from tritonllm.telemetry.trace_summary import summarize
 
     data = read_trace(args.file)
     if args.plot is not None:
-        from tritonllm.teach.trace_plot import plot
+        from tritonllm.telemetry.trace_plot import plot
 
         plot(data, args.plot, args.begin, args.end)
         print(f"wrote {args.plot}")
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
     if args.json:
         print(json.dumps(summary, allow_nan=False))
         return 0
-    from tritonllm.teach.trace_text import show
+    from tritonllm.telemetry.trace_text import show
 
     show(summary)
     return 0

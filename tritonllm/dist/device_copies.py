@@ -17,7 +17,7 @@ STREAMS = 4  # copies that run at once; each is in order with those of its strea
 
 
 class CudaDevice:
-    """What :class:`tritonllm.engine.kv_ipc_memory.Device` says, for a GPU.
+    """What :class:`tritonllm.engine.transfer.ipc_memory.Device` says, for a GPU.
 
     Args:
         index: of the GPU, for torch.

@@ -7,8 +7,8 @@ secret, by HMAC-SHA-256 of fresh random numbers of both, which is worth nothing 
 piece carries the HMAC of its contents and its number in a key of this connection and direction: nothing can be changed,
 left out, said again, or put in. It can be read: this authenticates, and encrypts nothing.
 
-A connection over which nothing is said is watched by both ends (:mod:`tritonllm.lost_hosts`): so each of the hosts
-learns that the other one is lost.
+A connection over which nothing is said is watched by both ends (:mod:`tritonllm.system.lost_hosts`): so each of the
+hosts learns that the other one is lost.
 """
 
 import hmac
@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from tritonllm.lost_hosts import end_when_silent
+from tritonllm.system.lost_hosts import end_when_silent
 
 logger = logging.getLogger(__name__)
 PROOF = 10.0  # seconds that somebody may take to prove that they know the secret

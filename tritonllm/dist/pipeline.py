@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from tritonllm.config.parallel import ParallelConfig
 from tritonllm.dist.connect import connect
 from tritonllm.dist.exchange import NO_EXCHANGE, Exchange
 from tritonllm.dist.group import ALONE as ONE_RANK
 from tritonllm.dist.group import PATIENCE, ConnectedGroup, Group
 from tritonllm.dist.lockstep import Lockstep
-from tritonllm.parallel_config import ParallelConfig
 
 CPU = torch.device("cpu")
 SENDER, RECEIVER = 0, 1  # ranks of a way

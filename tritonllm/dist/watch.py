@@ -13,7 +13,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from tritonllm.dist.mailbox import Mailbox
-from tritonllm.lost_hosts import end_when_silent
+from tritonllm.system.lost_hosts import end_when_silent
 
 logger = logging.getLogger(__name__)
 TICK = 0.2  # seconds between beats, and between looks at them

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tritonllm.whole_files import replace_text
+from tritonllm.system.whole_files import replace_text
 
 
 def read_object(path: Path) -> dict[str, Any]:

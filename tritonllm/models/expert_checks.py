@@ -3,13 +3,13 @@
 import zlib
 from collections.abc import Iterable
 
+from tritonllm.config.parallel import ParallelConfig
 from tritonllm.dist.group import Group
 from tritonllm.experts.placement import ExpertPlacement
 from tritonllm.layers.moe import MoESpec
 from tritonllm.models.fallback_decoder import FallbackSpec
 from tritonllm.models.local_spec import by_expert, local_experts
 from tritonllm.models.spec import ModelSpec
-from tritonllm.parallel_config import ParallelConfig
 
 REMEDY = "make one of this model's own load: `tritonllm rebalance-experts`"
 

@@ -1,6 +1,6 @@
 """``LLM(data_parallel_size=N)``: N engines, each in a process of its own with GPUs of its own, as one engine.
 
-The processes, and which of them gets a request, are those of the server (:mod:`tritonllm.serve.replicas`). An
+The processes, and which of them gets a request, are those of the server (:mod:`tritonllm.serve.engines.replicas`). An
 :class:`AsyncLLM` talks to them, in an event loop that runs in a thread; the caller's thread hands requests over and
 waits for results. So Ctrl-C interrupts a wait of the caller, and never the talk with the engines.
 
@@ -22,22 +22,22 @@ from typing import Any
 
 import msgspec
 
-from tritonllm.beam_search_params import BeamSearchParams
-from tritonllm.config import EngineConfig, ModelConfig
-from tritonllm.engine.asleep import AsleepError
-from tritonllm.engine.engine import STEP_FAILED
-from tritonllm.engine.outputs import EngineOutput
-from tritonllm.engine.pooling import PoolingAbility
-from tritonllm.engine.stats import EngineStats
+from tritonllm.config.beam_search_params import BeamSearchParams
+from tritonllm.config.engine import EngineConfig, ModelConfig
+from tritonllm.config.pooling_params import PoolingParams
+from tritonllm.config.prompts import Prompt
+from tritonllm.config.sampling_params import SamplingParams
+from tritonllm.engine.data.asleep import AsleepError
+from tritonllm.engine.data.outputs import EngineOutput
+from tritonllm.engine.data.stats import EngineStats
+from tritonllm.engine.loop.engine import STEP_FAILED
+from tritonllm.engine.text.pooling import PoolingAbility
 from tritonllm.experts.load import ExpertLoad
-from tritonllm.inputs import Prompt
 from tritonllm.offline.interface import RefusedError, RequestParams
-from tritonllm.pooling_params import PoolingParams
-from tritonllm.sampling_params import SamplingParams
-from tritonllm.serve.async_llm import AsyncLLM
-from tritonllm.serve.engine_client import EngineDeadError
-from tritonllm.serve.messages import PoolingFacts, Stats
-from tritonllm.serve.replicas import Replicas
+from tritonllm.serve.engines.async_llm import AsyncLLM
+from tritonllm.serve.engines.engine_client import EngineDeadError
+from tritonllm.serve.engines.messages import PoolingFacts, Stats
+from tritonllm.serve.engines.replicas import Replicas
 
 UNLIMITED = 1 << 40  # sequences that may wait for a seat: this module bounds them
 AHEAD = 2  # times the sequences that run at once are in the engines

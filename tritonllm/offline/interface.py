@@ -3,16 +3,16 @@
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
-from tritonllm.beam_search_params import BeamSearchParams
-from tritonllm.config import ModelConfig
-from tritonllm.engine.input_processor import InputProcessor
-from tritonllm.engine.outputs import EngineOutput
-from tritonllm.engine.pooling import PoolingAbility
-from tritonllm.engine.stats import EngineStats
+from tritonllm.config.beam_search_params import BeamSearchParams
+from tritonllm.config.engine import ModelConfig
+from tritonllm.config.pooling_params import PoolingParams
+from tritonllm.config.prompts import Prompt
+from tritonllm.config.sampling_params import SamplingParams
+from tritonllm.engine.data.outputs import EngineOutput
+from tritonllm.engine.data.stats import EngineStats
+from tritonllm.engine.text.input_processor import InputProcessor
+from tritonllm.engine.text.pooling import PoolingAbility
 from tritonllm.experts.load import ExpertLoad
-from tritonllm.inputs import Prompt
-from tritonllm.pooling_params import PoolingParams
-from tritonllm.sampling_params import SamplingParams
 
 RequestParams = SamplingParams | BeamSearchParams | PoolingParams
 

@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from tritonllm.beam_search_params import BeamSearchParams
-from tritonllm.config import EngineConfig, ModelConfig
-from tritonllm.engine.asleep import check_rpc
-from tritonllm.engine.beam_search import beam_search_output
-from tritonllm.engine.chat import ChatOptions, Message, render
-from tritonllm.engine.engine import LLMEngine
-from tritonllm.engine.metrics import Metric, metrics_of
-from tritonllm.engine.outputs import BeamSearchOutput, PoolingRequestOutput, RequestOutput
-from tritonllm.engine.stats import EngineStats
+from tritonllm.config.beam_search_params import BeamSearchParams
+from tritonllm.config.engine import EngineConfig, ModelConfig
+from tritonllm.config.prompts import Prompt, as_list, is_array
+from tritonllm.config.sampling_params import RequestOutputKind, SamplingParams
+from tritonllm.config.vllm_arguments import no_adapter, only_false, only_none
+from tritonllm.engine.data.asleep import check_rpc
+from tritonllm.engine.data.outputs import BeamSearchOutput, PoolingRequestOutput, RequestOutput
+from tritonllm.engine.data.stats import EngineStats
+from tritonllm.engine.loop.beam_search import beam_search_output
+from tritonllm.engine.loop.engine import LLMEngine
+from tritonllm.engine.loop.metrics import Metric, metrics_of
+from tritonllm.engine.text.chat import ChatOptions, Message, render
 from tritonllm.experts.load import ExpertLoad
-from tritonllm.inputs import Prompt, as_list, is_array
 from tritonllm.offline.interface import OfflineEngine, RefusedError
 from tritonllm.offline.pooling import PoolingMethods, Progress
 from tritonllm.offline.profiles import ProfileMethods
-from tritonllm.sampling_params import RequestOutputKind, SamplingParams
-from tritonllm.vllm_arguments import no_adapter, only_false, only_none
 
 if TYPE_CHECKING:
     from tritonllm.offline.engines import Engines
@@ -40,7 +40,7 @@ class LLM(PoolingMethods, ProfileMethods):
         model: a folder in Hugging Face format, or a hub id.
         kwargs: the fields of :class:`ModelConfig`, :class:`CacheConfig`, :class:`SchedulerConfig`,
             :class:`ParallelConfig` and :class:`EngineConfig`, or vLLM's names for them (:class:`EngineArgs`). Arguments
-            that only vLLM has take their neutral values (:mod:`tritonllm.vllm_arguments`).
+            that only vLLM has take their neutral values (:mod:`tritonllm.config.vllm_arguments`).
         profiler_config: where and how :meth:`start_profile` writes traces, with vLLM's keys (docs/serving.md).
 
     Raises:
@@ -102,7 +102,7 @@ class LLM(PoolingMethods, ProfileMethods):
         return [self.stats] if self._several is None else self._several.replica_stats
 
     def get_metrics(self) -> list[Metric]:
-        """The same as metrics with the names that the server's have: :class:`~tritonllm.engine.metrics.Counter`,
+        """The same as metrics with the names that the server's have: :class:`~tritonllm.engine.loop.metrics.Counter`,
         ``Gauge`` and ``Vector``, one of each name for each engine."""
         model = self.model_config.model
         return [metric for place, stats in enumerate(self.replica_stats) for metric in metrics_of(stats, model, place)]

@@ -7,17 +7,17 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from tritonllm.engine.outputs import (
+from tritonllm.config.pooling_params import PoolingParams, PoolingTask
+from tritonllm.config.prompts import Prompt, as_list
+from tritonllm.config.vllm_arguments import no_adapter, only_none
+from tritonllm.engine.data.outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
     PoolingOutput,
     PoolingRequestOutput,
     ScoringRequestOutput,
 )
-from tritonllm.inputs import Prompt, as_list
 from tritonllm.offline.interface import OfflineEngine
-from tritonllm.pooling_params import PoolingParams, PoolingTask
-from tritonllm.vllm_arguments import no_adapter, only_none
 
 Progress = bool | Callable[..., Any]  # whether to show a bar, or what makes one, like tqdm
 Prompts = Prompt | Sequence[Prompt]

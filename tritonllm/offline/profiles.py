@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tritonllm.engine.engine import LLMEngine
+from tritonllm.engine.loop.engine import LLMEngine
 
 NO_FOLDER = 'no traces are written: make the LLM with profiler_config={"torch_profiler_dir": "FOLDER"}'
 
@@ -19,18 +19,18 @@ class ProfileMethods:
         Raises:
             ValueError: a bad key or value, or no folder can be made.
         """
-        from tritonllm.serve.profiling import ProfilerConfig
+        from tritonllm.serve.engines.profiling import ProfilerConfig
 
         self._profiler_config = ProfilerConfig.of(given)
         self._profiler_config.check_folder()
         if self._profiler_config.kernel_iterations:
-            from tritonllm.teach.kernel_records import prepare
+            from tritonllm.telemetry.kernel_records import prepare
 
             prepare(0)
 
     def _profile(self, engine: LLMEngine) -> None:
         """This is the engine whose traces are asked for."""
-        from tritonllm.serve.profiling import Profiles
+        from tritonllm.serve.engines.profiling import Profiles
 
         self._profiles = Profiles(engine, self._profiler_config)
 

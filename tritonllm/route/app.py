@@ -11,19 +11,19 @@ from typing import Any
 import aiohttp
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from tritonllm.http_guard import Keys, RefusedError, receive_body, request_id_of
-from tritonllm.log_text import printable
-from tritonllm.lost_hosts import end_when_silent
-from tritonllm.route.ask import Ask, header_of, read_fields
+from tritonllm.http.ask import Ask, header_of, read_fields
+from tritonllm.http.errors import RouteError
+from tritonllm.http.guard import Keys, RefusedError, receive_body, request_id_of
+from tritonllm.http.reply import Receive, Reply, Send, end_to_end
 from tritonllm.route.config import NEEDS_RESTART, RouterConfig
-from tritonllm.route.errors import RouteError
 from tritonllm.route.metrics import Metrics
 from tritonllm.route.pool import Pool
 from tritonllm.route.probe import Prober
 from tritonllm.route.proxy import Proxy
 from tritonllm.route.reload import changes
-from tritonllm.route.reply import Receive, Reply, Send, end_to_end
 from tritonllm.route.upstream import DROPPED
+from tritonllm.system.log_text import printable
+from tritonllm.system.lost_hosts import end_when_silent
 from tritonllm.version import __version__
 
 logger = logging.getLogger(__name__)

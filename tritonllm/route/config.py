@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from tritonllm import env
-from tritonllm.http_guard import HEADER_TIMEOUT, MAX_HEADER_BYTES, MAX_HEADER_COUNT, HeadLimits
+from tritonllm.http.guard import HEADER_TIMEOUT, MAX_HEADER_BYTES, MAX_HEADER_COUNT, HeadLimits
 
 ROLES = ("", "prefill")
 POLICIES = ("prefix", "least-tokens", "round-robin")

@@ -5,11 +5,11 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from tritonllm.route.ask import Ask
+from tritonllm.http.ask import Ask
+from tritonllm.http.errors import RouteError
+from tritonllm.http.hashing import placed
 from tritonllm.route.backend import Backend
 from tritonllm.route.config import RouterConfig
-from tritonllm.route.errors import RouteError
-from tritonllm.route.hashing import placed
 
 
 class Pool:

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import aiohttp
 import msgspec
 
-from tritonllm.route.ask import Ask, length
+from tritonllm.http.ask import Ask, length
+from tritonllm.http.errors import RouteError
 from tritonllm.route.cause import cause_of
-from tritonllm.route.errors import RouteError
 from tritonllm.route.metrics import Metrics
 from tritonllm.route.pool import Pool
 from tritonllm.route.upstream import Failure, Opened, Upstream, read_rest
@@ -56,7 +56,7 @@ def first_half(body: bytes, min_tokens: int = 0, on_short: Callable[[], object] 
 
     Args:
         body: of the request.
-        min_tokens: of its prompts together, by :func:`~tritonllm.route.ask.length`; shorter ones are not split.
+        min_tokens: of its prompts together, by :func:`~tritonllm.http.ask.length`; shorter ones are not split.
         on_short: called for one that is only too short.
     """
     try:

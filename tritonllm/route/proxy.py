@@ -11,17 +11,17 @@ import time
 
 import aiohttp
 
-from tritonllm.route.ask import Ask
+from tritonllm.http.ask import Ask
+from tritonllm.http.errors import RouteError
+from tritonllm.http.events import WholeEvents
+from tritonllm.http.reply import Reply
 from tritonllm.route.backend import Backend
 from tritonllm.route.budget import RetryBudget
 from tritonllm.route.cause import Cause, cause_of
 from tritonllm.route.config import RouterConfig
-from tritonllm.route.errors import RouteError
-from tritonllm.route.events import WholeEvents
 from tritonllm.route.metrics import Metrics
 from tritonllm.route.pool import Pool
 from tritonllm.route.prefill import Prefill
-from tritonllm.route.reply import Reply
 from tritonllm.route.upstream import Failure, Opened, Upstream, answer_headers
 
 logger = logging.getLogger(__name__)

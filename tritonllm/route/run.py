@@ -12,8 +12,8 @@ from typing import Any
 
 import uvicorn
 
-from tritonllm.http_heads import uvicorn_options
-from tritonllm.http_server import DrainingServer, bind_port, listen
+from tritonllm.http.heads import uvicorn_options
+from tritonllm.http.server import DrainingServer, bind_port, listen
 from tritonllm.route.app import Router
 from tritonllm.route.config import RouterConfig
 from tritonllm.route.reload import ConfigFile

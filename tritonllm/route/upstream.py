@@ -9,13 +9,13 @@ from email.utils import parsedate_to_datetime
 import aiohttp
 from yarl import URL
 
-from tritonllm.route.ask import Ask
+from tritonllm.http.ask import Ask
+from tritonllm.http.errors import RouteError
+from tritonllm.http.reply import end_to_end
 from tritonllm.route.backend import Backend
 from tritonllm.route.cause import Cause, cause_of
 from tritonllm.route.config import RouterConfig
-from tritonllm.route.errors import RouteError
 from tritonllm.route.metrics import Metrics
-from tritonllm.route.reply import end_to_end
 
 logger = logging.getLogger(__name__)
 REFUSALS = (429, 503)  # nothing was done for the request

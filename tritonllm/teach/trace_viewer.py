@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tritonllm.teach.kernel_records import prepare
-from tritonllm.teach.trace import KERNEL_STEPS, Trace
 from tritonllm.teach.viewer import Params, Result
+from tritonllm.telemetry.kernel_records import prepare
+from tritonllm.telemetry.trace import KERNEL_STEPS, Trace
 
 
 def add_options(group: Any) -> None:

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from tritonllm.beam_search_params import BeamSearchParams
-from tritonllm.sampling_params import SamplingParams
+from tritonllm.config.beam_search_params import BeamSearchParams
+from tritonllm.config.sampling_params import SamplingParams
 
 Params = TypeVar("Params", bound=SamplingParams | BeamSearchParams)
 Result = TypeVar("Result")

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.known_texts import BEGINNING, KnownTexts
-from tritonllm.engine.drafters import DraftStep
+from tritonllm.engine.drafts.drafters import DraftStep
 
 VOCAB = 50
 

@@ -1,7 +1,7 @@
 """Blocks of the key/value cache in one piece each, as they leave the device and come back.
 
 The cache holds a block in R pieces: keys and values of every layer. ``pack_blocks`` puts the pieces of some blocks side
-by side, so that one copy takes a block to the host's memory (:mod:`tritonllm.engine.host_copies`), and
+by side, so that one copy takes a block to the host's memory (:mod:`tritonllm.engine.cache.host_copies`), and
 ``unpack_blocks`` puts them back. Both read every element once and write it once: the floor is those bytes over the
 memory bandwidth.
 

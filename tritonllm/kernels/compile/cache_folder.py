@@ -17,7 +17,7 @@ from triton import knobs
 from triton.runtime import cache
 from triton.runtime.cache import CacheManager, FileCacheManager
 
-from tritonllm.whole_files import replace_text
+from tritonllm.system.whole_files import replace_text
 
 MARK = "tritonllm-kernels.json"  # says what the folder is
 

@@ -1,8 +1,8 @@
 """How many kernels this process has prepared: compiled, or loaded from Triton's cache folder.
 
 Either makes the request that needs the kernel wait (seconds, or milliseconds and a wait for the device), so an engine
-that is ready should do neither; :class:`~tritonllm.engine.engine.EngineStats` shows what it did since, and a warning
-names each kernel that was compiled then.
+that is ready should do neither; :class:`~tritonllm.engine.loop.engine.EngineStats` shows what it did since, and a
+warning names each kernel that was compiled then.
 """
 
 import logging

@@ -4,11 +4,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+from tritonllm.config.thought_format import ThoughtFormat
 from tritonllm.serve.parsing.pieces import Chain, Plain, Reader
 from tritonllm.serve.parsing.reasoning import END, START, harmony, think
 from tritonllm.serve.parsing.source import SourceReader
 from tritonllm.serve.parsing.tools import deepseek, hermes, llama3_json, mistral
-from tritonllm.thought_format import ThoughtFormat
 
 # Name -> what begins a call. A token of that text is a special one in some vocabularies and must not be left out.
 TOOL_PARSERS = {

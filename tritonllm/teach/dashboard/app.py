@@ -13,8 +13,8 @@ from textual.widget import Widget
 from textual.widgets import Footer
 
 from tritonllm.teach.dashboard import draw
-from tritonllm.teach.dashboard.snapshot import MOST_CELLS, MOST_ROWS, MOST_STEPS, Snapshot, View
 from tritonllm.teach.dashboard.source import Source
+from tritonllm.telemetry.snapshot import MOST_CELLS, MOST_ROWS, MOST_STEPS, Snapshot, View
 
 EVERY = 0.1  # seconds between two looks
 PANELS = 4

@@ -7,7 +7,7 @@ from itertools import groupby
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
-from tritonllm.teach.dashboard.snapshot import (
+from tritonllm.telemetry.snapshot import (
     CACHED,
     FREE,
     SHARED,

@@ -9,8 +9,8 @@ from pathlib import Path
 from tritonllm import LLM, SamplingParams
 from tritonllm.demo import model_path
 from tritonllm.teach.dashboard.app import Dashboard
-from tritonllm.teach.dashboard.recorder import Gate
 from tritonllm.teach.dashboard.source_engine import EngineSource
+from tritonllm.telemetry.recorder import Gate
 
 STORY = "There was a fox named Tom who lived in a small house at the edge of the forest, and every day he went to "
 PROMPTS = [STORY + more for more in ("the river", "the old mill", "see the owl", "a school", "the sea", "his mother")]

@@ -2,8 +2,8 @@
 
 from typing import Literal, NamedTuple, Protocol
 
-from tritonllm.teach.dashboard.recorder import Gate
-from tritonllm.teach.dashboard.snapshot import Snapshot, View
+from tritonllm.telemetry.recorder import Gate
+from tritonllm.telemetry.snapshot import Snapshot, View
 
 
 class Status(NamedTuple):

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from tritonllm.teach.dashboard.app import Dashboard
-from tritonllm.teach.dashboard.recorder import Gate, Recorder
-from tritonllm.teach.dashboard.snapshot import Snapshot, View
 from tritonllm.teach.dashboard.source import Status
 from tritonllm.teach.viewer import Params
+from tritonllm.telemetry.recorder import Gate, Recorder
+from tritonllm.telemetry.snapshot import Snapshot, View
 
 Result = TypeVar("Result")
 SWITCH_SECONDS = 0.0005
@@ -20,7 +20,7 @@ SWITCH_SECONDS = 0.0005
 
 class EngineSource:
     """Args:
-    engine: an :class:`~tritonllm.engine.engine.LLMEngine`, which another thread runs.
+    engine: an :class:`~tritonllm.engine.loop.engine.LLMEngine`, which another thread runs.
     gate: its steps pass.
     title: see :class:`~tritonllm.teach.dashboard.source.Source`.
     """

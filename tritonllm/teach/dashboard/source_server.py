@@ -14,9 +14,9 @@ from collections import deque
 from types import TracebackType
 from typing import Self
 
-from tritonllm.teach.dashboard.recorder import Gate
-from tritonllm.teach.dashboard.snapshot import Counters, Snapshot, View, from_json
 from tritonllm.teach.dashboard.source import Status
+from tritonllm.telemetry.recorder import Gate
+from tritonllm.telemetry.snapshot import Counters, Snapshot, View, from_json
 
 TIMEOUT = 5.0  # seconds for an answer
 RATE_SECONDS = 2.0

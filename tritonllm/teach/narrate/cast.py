@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from tritonllm.engine.tokenizer import bad_word_ids
+from tritonllm.config.sampling_params import SamplingParams
+from tritonllm.engine.text.tokenizer import bad_word_ids
 from tritonllm.events import NewTokens, Part, RequestAdded
-from tritonllm.sampling_params import SamplingParams
 from tritonllm.teach.narrate.filters import Row, follow
 from tritonllm.teach.narrate.recorder import Recorded
 

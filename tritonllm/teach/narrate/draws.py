@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tritonllm.sampling_params import SamplingParams
+from tritonllm.config.sampling_params import SamplingParams
 from tritonllm.teach.narrate.acts import Bar, Bars, Count, Line, Said, Share
 from tritonllm.teach.narrate.filters import GREEDY, Row, Stage
 from tritonllm.teach.narrate.pieces import Reader

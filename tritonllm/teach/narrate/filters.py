@@ -11,11 +11,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from tritonllm.engine.edits import MAX_BAD_WORD, MAX_ENTRIES, SeatEdits, edits_of
-from tritonllm.engine.request import Request
+from tritonllm.config.sampling_params import SamplingParams
+from tritonllm.engine.data.edits import MAX_BAD_WORD, MAX_ENTRIES, SeatEdits, edits_of
+from tritonllm.engine.data.request import Request
 from tritonllm.kernels.sampling import clean_ref, keep_ref, limits_ref, scale_ref
 from tritonllm.kernels.sampling.edits import ALWAYS, Entry, edit_logits_ref, make_logit_edits, write_seat
-from tritonllm.sampling_params import SamplingParams
 
 GREEDY = "greedy"
 

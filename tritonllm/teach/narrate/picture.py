@@ -6,9 +6,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tritonllm.config.sampling_params import SamplingParams
 from tritonllm.demo import model_path
 from tritonllm.offline.llm import LLM
-from tritonllm.sampling_params import SamplingParams
 from tritonllm.teach.narrate.show import Show, make_console
 from tritonllm.teach.narrate.story import Detail
 from tritonllm.teach.narrate.viewer import Narrator, Pace, story_of

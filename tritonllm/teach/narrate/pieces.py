@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from tritonllm.engine.detokenizer import REPLACEMENT
+from tritonllm.engine.text.detokenizer import REPLACEMENT
 from tritonllm.teach.narrate.acts import Piece, Pieces
 
 VISIBLE = {" ": "·", "\n": "↵", "\t": "⇥"}

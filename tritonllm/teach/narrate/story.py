@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tritonllm.config.sampling_params import SamplingParams
 from tritonllm.events import (
     EngineReset,
     Event,
@@ -20,7 +21,6 @@ from tritonllm.events import (
     StepRestricted,
     TokensForced,
 )
-from tritonllm.sampling_params import SamplingParams
 from tritonllm.teach.narrate.acts import Act, Count, Line, Said
 from tritonllm.teach.narrate.cast import Cast
 from tritonllm.teach.narrate.choices import SHOWN, Limits, decodes, preempted, prefills, scheduled

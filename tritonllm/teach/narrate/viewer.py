@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import IO, Any
 
+from tritonllm.config.sampling_params import SamplingParams
 from tritonllm.events import Event
-from tritonllm.sampling_params import SamplingParams
 from tritonllm.teach.narrate.choices import Limits
 from tritonllm.teach.narrate.draws import CANDIDATES
 from tritonllm.teach.narrate.recorder import Recorder

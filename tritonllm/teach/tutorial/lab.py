@@ -2,11 +2,11 @@
 
 from typing import Any
 
+from tritonllm.config.sampling_params import RequestOutputKind, SamplingParams
 from tritonllm.demo import model_path
-from tritonllm.engine.outputs import RequestOutput
+from tritonllm.engine.data.outputs import RequestOutput
 from tritonllm.events import Event, Part, StepPlanned
 from tritonllm.offline.llm import LLM
-from tritonllm.sampling_params import RequestOutputKind, SamplingParams
 
 # On the CPU and without planning ahead, so that every machine shows the same numbers.
 SMALL = {"device": "cpu", "dtype": "float32", "async_scheduling": False, "num_blocks": 128, "max_num_seqs": 8}

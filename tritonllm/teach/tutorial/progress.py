@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tritonllm import env
-from tritonllm.whole_files import replace_text
+from tritonllm.system.whole_files import replace_text
 
 VERSION = 1
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tritonllm.engine.kv_cache import make_cache
+from tritonllm.engine.cache.kv_cache import make_cache
 from tritonllm.layers.metadata import AttentionMetadata
 from tritonllm.layers.segments import Segment, Segments
 from tritonllm.models.decoder import Decoder

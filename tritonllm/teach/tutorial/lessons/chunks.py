@@ -102,7 +102,7 @@ def _stall(lab: Lab, seconds: list[float]) -> Iterator[Step]:
         its first token: each step reads all weights again. Large chunks are the other way round. On a GPU some hundred
         tokens are computed in the time in which the weights are read anyway, so a chunk of that size beside decodes is
         nearly free. This engine takes chunks of 256 tokens beside decodes, even if the budget is larger, and larger
-        ones only if many prompts wait (`engine/prompt_budget.py` says why).
+        ones only if many prompts wait (`engine/schedule/prompt_budget.py` says why).
         """
     )
 

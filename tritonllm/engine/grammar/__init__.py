@@ -1,0 +1,1 @@
+"""Structured outputs: schemas, expressions and grammars become masks of tokens. Used by text and loop."""

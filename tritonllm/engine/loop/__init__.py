@@ -1,0 +1,1 @@
+"""The engine itself: requests in, steps, outputs out; sleep, metrics, beam search."""

@@ -1,0 +1,407 @@
+"""The engine: requests in, one step at a time, outputs out.
+
+With asynchronous scheduling the device always has the next step waiting: a step is planned and launched while the one
+before it runs, and only then are the results of that one awaited. So what a call of :meth:`LLMEngine.step` returns was
+launched by the call before. The device passes the new tokens on by itself (see
+:mod:`tritonllm.engine.schedule.scheduler`).
+
+An exception can come at any line of a step, Ctrl-C among them, and what the step had changed by then cannot be known.
+So nothing of it is kept: the next call ends all requests with an error and begins with an empty pool and cache
+(:meth:`LLMEngine._recover`). An error that belongs to one request ends that request only.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from typing import Any
+
+from tritonllm.config.beam_search_params import BeamSearchParams
+from tritonllm.config.engine import EngineConfig, ModelConfig
+from tritonllm.config.pooling_params import PoolingParams
+from tritonllm.config.prompts import Prompt
+from tritonllm.config.sampling_params import SamplingParams
+from tritonllm.config.vllm_arguments import refuse
+from tritonllm.dist.lockstep import ExpertPlace, Lockstep
+from tritonllm.engine.cache.engine_memory import EngineMemory
+from tritonllm.engine.data.outputs import EngineOutput
+from tritonllm.engine.data.plan import describe
+from tritonllm.engine.data.request import RequestStatus
+from tritonllm.engine.data.stats import EngineStats
+from tritonllm.engine.grammar.jump_forward import jump
+from tritonllm.engine.grammar.restrictions import restrictions_of
+from tritonllm.engine.loop.announcer import Announcer
+from tritonllm.engine.loop.delivery import Delivery
+from tritonllm.engine.loop.expert_load import ExpertLoadMethods
+from tritonllm.engine.loop.in_flight import InFlight
+from tritonllm.engine.loop.new_requests import NewRequests, check_call
+from tritonllm.engine.loop.readiness import HARDLY, Unscheduled
+from tritonllm.engine.loop.sleep import SleepMethods
+from tritonllm.engine.loop.unfinished import Unfinished
+from tritonllm.engine.ranks.backends import ranks_of
+from tritonllm.engine.schedule.host_tier import HostTier
+from tritonllm.engine.schedule.scheduler import Scheduler
+from tritonllm.engine.start.arg_utils import EngineArgs
+from tritonllm.engine.start.ranks import Executor
+from tritonllm.engine.start.startup import load_parts
+from tritonllm.engine.text.input_processor import InputProcessor, TokenizedPrompt
+from tritonllm.engine.text.output_processor import RequestState, SequenceOutput
+from tritonllm.engine.text.pooling import PoolingAbility
+from tritonllm.engine.transfer.params import transfer_params
+from tritonllm.engine.transfer.transfer import KVTransfer, TransferStats
+from tritonllm.events import Present, Sink
+from tritonllm.kernels.compile.monitor import MONITOR
+from tritonllm.models.interface import CausalLM
+
+logger = logging.getLogger(__name__)
+STEP_FAILED = "the step failed"  # how the error begins of requests that were lost with a step
+
+
+class LLMEngine(SleepMethods, ExpertLoadMethods):
+    """Schedules, launches and reports; single-threaded, one step per call.
+
+    Args:
+        config: see :class:`EngineConfig`; its values are resolved already.
+        runner: a started model runner, or what runs steps on several ranks.
+        scheduler: over the runner's cache.
+        inputs: checks and tokenizes requests.
+        pooling: what the model can pool; by default nothing.
+        memory: of weights and cache; by default an engine that cannot sleep.
+        transfer: brings blocks that others have computed, and hands out its own; by default nothing does.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Executor,
+        scheduler: Scheduler,
+        inputs: InputProcessor,
+        pooling: PoolingAbility | None = None,
+        memory: EngineMemory | None = None,
+        transfer: KVTransfer | None = None,
+    ) -> None:
+        self.config = config
+        self.inputs = inputs
+        self.pooling = pooling or PoolingAbility()
+        self._runner = runner
+        self._memory = memory or EngineMemory(None, config.model)
+        self._scheduler = scheduler
+        self._new = NewRequests(inputs, self.pooling, scheduler)
+        sequences: dict[str, tuple[RequestState, SequenceOutput]] = {}
+        self._events = Announcer(scheduler, sequences)
+        self._unfinished = Unfinished(sequences, self._events)
+        self._transfer = transfer
+        self._unscheduled = Unscheduled()
+        self._in_flight = InFlight(config.parallel.pipeline_parallel_size)
+        self._ahead = config.parallel.pipeline_parallel_size - 1 + bool(config.scheduler.async_scheduling)
+        self._whole = True  # no change is under way, and none was broken off
+        self._failure = "the step was interrupted"  # why the last one was broken off
+        self._prepared_at_ready = MONITOR.prepared
+        self._steps = self._prompt_tokens = 0
+        self._step_seconds = self._wait_seconds = 0.0
+        self._jumps = not config.logits_processors  # those of whole batches may have to see each token drawn
+        self._delivery = Delivery(scheduler, sequences, self.inputs.words, self._events)
+
+    @classmethod
+    def from_config(cls, config: EngineConfig, place: ExpertPlace | None = None) -> "LLMEngine":
+        """Load the model and get ready to serve; see :func:`tritonllm.engine.start.startup.load_parts`.
+
+        Args:
+            place: among engines that share the model's experts, if there are others.
+
+        Raises:
+            ValueError: several engines are asked for, or as ``load_parts``.
+        """
+        if config.parallel.data_parallel_size > 1 and place is None:
+            raise ValueError(
+                f"data_parallel_size={config.parallel.data_parallel_size}: this is one engine; LLM, AsyncLLM and "
+                "`tritonllm serve` run several"
+            )
+        return cls(*load_parts(config, ranks_of(config, place)))
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> "LLMEngine":
+        """The same from arguments under vLLM's names."""
+        return cls.from_config(engine_args.create_engine_config())
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.inputs.tokenizer
+
+    def get_tokenizer(self) -> Any:
+        return self.tokenizer
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return self.config.model
+
+    @property
+    def model(self) -> CausalLM:
+        """The loaded model, to be looked at: of several ranks', the part of the first."""
+        return self._runner.model
+
+    def subscribe(self, sink: Sink) -> Callable[[], None]:
+        """Call ``sink(event)`` in this thread with all that happens from now on (:mod:`tritonllm.events`). A sink that
+        raises is dropped. Returns what ends the subscription."""
+        return self._events.subscribe(sink)
+
+    def present(self) -> Present:
+        """What those who subscribe late have missed. Takes time in the number of cached blocks."""
+        self._recover()
+        return self._events.present()
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt | TokenizedPrompt,
+        params: SamplingParams | BeamSearchParams | PoolingParams | None = None,
+        *,
+        lora_request: None = None,
+        priority: int = 0,
+    ) -> None:
+        """Queue a request.
+
+        Args:
+            request_id: unique among the unfinished ones.
+            prompt: text, token ids, or a dict of either; or what an :class:`InputProcessor` of the same engine has made
+                of one, which is not checked again.
+            params: how to continue it, by default as the model's ``generation_config.json`` says; or how to search for
+                its best continuations, or to pool it. The engine keeps a copy.
+            lora_request: none; there are no adapters yet.
+            priority: lower is earlier, under the ``priority`` policy.
+
+        Raises:
+            ValueError: bad input; nothing was queued and nothing else is affected.
+            AsleepError: the engine sleeps.
+        """
+        self._recover()
+        self._memory.check_usable()
+        if lora_request is not None:
+            refuse("lora_request", lora_request)
+        check_call(request_id, priority, self.config.scheduler.policy)
+        self._unfinished.check_free(request_id)
+        state = self._new.state(request_id, prompt, params, priority)
+        self._unfinished.check_sequences(state)
+        for sequence in state.sequences:
+            self._scheduler.check(sequence.request)
+        self._whole = False
+        if self._transfer is not None:
+            wishes = transfer_params(state.params)
+            state.fetch = self._transfer.fetch(state.sequences[0].request, wishes, time.monotonic())
+            state.offer = self._transfer.offer(wishes)
+        if not self._unscheduled.take(state):
+            self._schedule(state)
+        self._unfinished.add(state)
+        self._prompt_tokens += len(state.prompt_token_ids)
+        if self._events.heard:
+            self._events.added(state)
+        self._whole = True
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> list[EngineOutput]:
+        """End requests now and free their memory; unknown or finished ids are ignored. Returns their last outputs."""
+        self._recover()
+        outputs = []
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        self._whole = False
+        for request_id in ids:
+            output, state = self._unfinished.drop_lost(request_id), self._unfinished.get(request_id)
+            if state is not None:
+                if self._unscheduled.drop(request_id):
+                    self._end_unscheduled(state, RequestStatus.FINISHED_ABORTED)
+                for sequence in state.sequences:
+                    self._scheduler.abort(sequence.request.request_id)
+                output = self._unfinished.report(state)
+            if output is not None:
+                outputs.append(output)
+        self._whole = True
+        return outputs
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether :meth:`step` has something to run, or to report."""
+        self._recover()
+        return bool(self._unfinished)
+
+    def get_num_unfinished_requests(self) -> int:
+        """How many requests :meth:`step` has to run, or to report."""
+        self._recover()
+        return len(self._unfinished)
+
+    def do_log_stats(self) -> None:
+        """Write what the engine has counted to its log."""
+        logger.info("%s", self.stats)
+
+    def step(self) -> list[EngineOutput]:
+        """Launch a step, if there is one, and wait for the oldest one if that leaves too many in flight.
+
+        Returns:
+            An output for each request that got a token or ended; nothing if no results were waited for.
+
+        Raises:
+            StepTimeoutError: the device did not finish a step within ``step_timeout`` seconds.
+            Exception: whatever else stopped the step. All unfinished requests are lost with it; the next call returns
+                their last outputs, with ``finish_reason="error"``. The engine can be used again, if the device can.
+        """
+        self._recover()
+        lost = self._unfinished.take_lost()
+        if lost:
+            return lost
+        self._whole, began = False, time.monotonic()
+        try:
+            outputs = self._advance()
+        except BaseException as error:
+            self._failure = f"{STEP_FAILED}: {type(error).__name__}: {error}"
+            raise
+        self._whole = True
+        self._step_seconds += time.monotonic() - began
+        return outputs
+
+    @property
+    def lockstep(self) -> Lockstep | None:
+        """The engines with which this one takes its steps together; ``None`` if there are none. While it has no request
+        it has to :meth:`join` them."""
+        return self._runner.lockstep
+
+    def join(self) -> None:
+        """Take the step in which another engine waits for this one, without a request.
+
+        Raises:
+            LeftError, LockstepError: another did not come to it.
+        """
+        self._recover()
+        self._runner.join()
+
+    def _recover(self) -> None:
+        """If a change was broken off, end all requests and begin anew. May be broken off itself, and called again."""
+        if self._whole:
+            return
+        self._unfinished.lose(self._failure)
+        self._unscheduled.clear()
+        if self._transfer is not None:
+            self._transfer.reset()
+        self._in_flight.clear()  # what they still write lies in blocks that later steps write before they read
+        self._scheduler.reset()
+        if self._scheduler.tier is not None and self._runner.host is not None:
+            self._runner.host.give_up(self._scheduler.tier.last)
+        self._runner.abandon()
+        self._events.reset(self._failure)
+        self._whole = True
+
+    def _schedule(self, state: RequestState) -> None:
+        for sequence in state.sequences:
+            self._scheduler.add(sequence.request)
+
+    @staticmethod
+    def _end_unscheduled(state: RequestState, status: RequestStatus) -> None:
+        for sequence in state.sequences:
+            sequence.request.status = status
+
+    def _schedule_ready(self) -> list[EngineOutput]:
+        """Hand requests to the scheduler that have what they waited for; wait for one if there is nothing else to do.
+        Returns the last outputs of those whose grammars could not be compiled."""
+        if not self._in_flight and not self._scheduler.num_running and not self._scheduler.num_waiting:
+            if self.lockstep is None:
+                self._unscheduled.wait()
+            elif not self.lockstep.is_behind:
+                self._unscheduled.wait(HARDLY)
+        if self._transfer is not None:
+            self._transfer.follow(time.monotonic())
+        failed = []
+        for state, error in self._unscheduled.ready():
+            if error is None:
+                self._schedule(state)
+                continue
+            state.error = error
+            self._end_unscheduled(state, RequestStatus.FINISHED_ERROR)
+            failed.append(self._unfinished.report(state))
+        return [output for output in failed if output is not None]
+
+    def _advance(self) -> list[EngineOutput]:
+        failed = self._schedule_ready() if self._unscheduled else []
+        outputs = failed + self._run()
+        if self._transfer is not None:
+            idle = not self._scheduler.num_running
+            self._transfer.after_step(self._runner.host, idle, time.monotonic())
+        return outputs
+
+    def _run(self) -> list[EngineOutput]:
+        tier = self._scheduler.tier
+        if tier is not None:
+            self._follow_copies(tier)
+        events, began = self._events, time.monotonic()
+        plan = self._scheduler.schedule()
+        if plan.scheduled:
+            self._steps += 1
+            if events.heard:
+                events.planned(self._steps, plan, began)
+                began = time.monotonic()
+            running = self._runner.launch(plan)
+            self._in_flight.add(plan, running)
+            if events.heard:
+                events.launched(self._steps, began, late=running is None)
+        elif self.lockstep is not None and self.lockstep.is_behind:
+            self._runner.join()
+        self._draw(idle=not plan.scheduled)
+        if len(self._in_flight) <= (self._ahead if plan.scheduled else 0):  # 0 if all wait for their grammars
+            return []
+        plan, step = self._in_flight.pop()
+        began = time.monotonic()
+        result = step.wait(self.config.step_timeout, lambda: describe(plan))
+        ended = time.monotonic()
+        self._wait_seconds += ended - began
+        if tier is not None:
+            tier.rates.took(plan.segments.chunk.tokens, time.monotonic())
+        new_tokens = self._scheduler.update(plan, result.sampled)
+        if events.heard:
+            events.finished(self._steps - len(self._in_flight), plan, result, new_tokens, began, ended)
+        touched, controlled = self._delivery.take(plan, result, new_tokens)
+        self._draw()  # first, so that the device has work meanwhile
+        if controlled and self._jumps:
+            self._delivery.force(jump(controlled, self._scheduler), touched, self._steps)
+        outputs = [self._unfinished.report(state) for state in touched.values()]
+        return [output for output in outputs if output is not None]
+
+    def _draw(self, idle: bool = False) -> None:
+        """Draw the step that is due, if one is; there is nothing to launch if the engine is ``idle``."""
+        undrawn = self._in_flight.due(idle)
+        if undrawn is not None:
+            restrictions = restrictions_of(undrawn.plan)
+            if self._events.heard:
+                self._events.restricted(self._steps - undrawn.behind, undrawn.plan, restrictions)
+            self._in_flight.drawn(self._runner.draw(restrictions))
+
+    def _follow_copies(self, tier: HostTier) -> None:
+        assert self._runner.host is not None  # it has the tier's memory
+        tier.done = self._runner.host.done
+        if not self._in_flight:
+            tier.rates.idle(time.monotonic())
+
+    @property
+    def is_saving(self) -> bool:
+        """A connector takes blocks, of which :attr:`stats` will tell although no step is made."""
+        return self._transfer is not None and self._transfer.is_saving
+
+    @property
+    def stats(self) -> EngineStats:
+        self._recover()
+        scheduler, drafts = self._scheduler.stats, self._delivery.drafts
+        return EngineStats(
+            steps=self._steps,
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._delivery.generated_tokens,
+            forced_tokens=self._delivery.forced_tokens,
+            prefix_cache_query_tokens=scheduler.prefix_cache_query_tokens,
+            prefix_cache_hit_tokens=scheduler.prefix_cache_hit_tokens,
+            preemptions=scheduler.preemptions,
+            compilations_after_ready=MONITOR.prepared - self._prepared_at_ready,
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting + self._unscheduled.num_sequences,
+            num_blocks=scheduler.num_blocks,
+            num_free_blocks=scheduler.num_free_blocks,
+            **scheduler.tier._asdict(),
+            **(TransferStats() if self._transfer is None else self._transfer.stats)._asdict(),
+            step_seconds=self._step_seconds,
+            wait_seconds=self._wait_seconds,
+            takes_requests=self.takes_requests,
+            is_sleeping=self.is_sleeping,
+            **asdict(drafts) | {"num_accepted_tokens_per_pos": tuple(drafts.num_accepted_tokens_per_pos)},
+        )

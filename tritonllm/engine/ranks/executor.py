@@ -1,0 +1,247 @@
+"""What runs the steps of an engine: its own runner, or that and those of other ranks.
+
+``uni`` is the runner itself. With ``mp``, rank 0 is the engine's process, which plans every step, sends it to the other
+ranks as data, and runs its own part; the others are processes that it spawned (:mod:`tritonllm.engine.ranks.worker`).
+
+A step that breaks off leaves the ranks in the middle of different collectives. So nothing is repaired then: the group
+ends, and with it the requests, with an error that says which rank failed and why.
+"""
+
+import multiprocessing
+import multiprocessing.util
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from multiprocessing.process import BaseProcess
+from types import TracebackType
+from typing import Protocol
+
+import torch
+
+from tritonllm.config.engine import EngineConfig
+from tritonllm.dist.connect import local_store
+from tritonllm.dist.mailbox import Mailbox
+from tritonllm.dist.pipeline import Team, meet
+from tritonllm.dist.watch import Watch, WorkerError, kill
+from tritonllm.engine.data.agreement import Claims
+from tritonllm.engine.data.plan import StepPlan
+from tritonllm.engine.data.results import RunningStep
+from tritonllm.engine.data.step import FREE, Restrictions, Step
+from tritonllm.engine.data.step_bytes import pack
+from tritonllm.engine.ranks.worker import START_PATIENCE
+from tritonllm.engine.start.ranks import Executor, Ranks
+from tritonllm.engine.step.runner import ModelRunner
+from tritonllm.models.interface import CausalLM
+from tritonllm.system.starting import later, run_spawned
+
+FAREWELL = 3.0  # seconds in which a worker ends by itself once it was told to
+
+
+class SpawnedRanks(Ranks):
+    """Processes of this machine (``mp``).
+
+    Args:
+        config: the engine's, as the user gave it.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._size = config.parallel.world_size
+        self._met: list[Team] = []  # once this rank is in it
+        self._finalizer: Callable[[], object] = lambda: None
+
+    def begin(self) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._store, port = local_store()
+        mailbox, processes, reports = Mailbox(self._size - 1), dict[int, BaseProcess](), {}
+        self._mailbox, met = mailbox, self._met
+        try:
+            for rank in range(1, self._size):
+                reports[rank], theirs = spawn.Pipe(duplex=False)
+                target = "tritonllm.engine.ranks.worker", "run_worker"
+                arguments = (*target, self._config, rank, port, mailbox, theirs)
+                process = spawn.Process(target=run_spawned, args=arguments, name=f"tritonllm-rank-{rank}")
+                with later(signal.SIGINT, signal.SIGTERM):  # one that has begun without its arguments would tell
+                    process.start()
+                    processes[rank] = process
+                theirs.close()
+            self.watch = Watch(
+                processes,
+                reports,
+                mailbox,
+                patience=self._config.parallel.worker_timeout,
+                step_patience=self._config.step_timeout,
+                on_failure=partial(_leave, met),  # without this object: its end ends the watch
+            )
+        except BaseException:  # Python's end would wait for those that have begun
+            for begun in processes.values():
+                kill(begun)
+                begun.join()
+            raise
+        # At exit before multiprocessing joins its children: it would wait for ranks that nobody has stopped.
+        self._finalizer = multiprocessing.util.Finalize(
+            self, _end, args=(self.watch, mailbox, processes, met, os.getpid()), exitpriority=100
+        )
+
+    def join(self, device: torch.device) -> Team:
+        self.watch.await_coming()
+        team = meet(self._store, 0, self._config.parallel, device, timeout=START_PATIENCE)
+        self._met.append(team)
+        return team
+
+    def lead(self, runner: ModelRunner) -> Executor:
+        self.watch.await_ready()
+        return GroupExecutor(runner, self)
+
+    def end(self) -> None:
+        self._finalizer()
+
+    def check(self) -> None:
+        self.watch.failure.check()
+
+    def send(self, message: bytes | bytearray) -> None:
+        self._mailbox.send(message, self.watch.failure.check)
+
+    def explain(self, error: BaseException | None) -> None:
+        if isinstance(error, RuntimeError) and hasattr(self, "watch"):  # else none were begun
+            try:
+                self.watch.failure.settle()
+            except (WorkerError, ValueError) as reason:
+                raise reason from error
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            self.explain(error)
+        finally:
+            super().__exit__(kind, error, at)
+
+
+class Others(Protocol):
+    """The other ranks, while steps run."""
+
+    def check(self) -> None:
+        """Raises:
+        WorkerError: one has failed.
+        """
+
+    def send(self, message: bytes | bytearray) -> None:
+        """To all of them. Raises as :meth:`check`."""
+
+    def explain(self, error: BaseException | None) -> None:
+        """Raise what broke a step here, if that is another rank's failure."""
+
+    def end(self) -> None:
+        """End them; idempotent."""
+
+
+class GroupExecutor:
+    """Runs each step on all ranks.
+
+    Args:
+        runner: of this rank, the first.
+        ranks: the others.
+    """
+
+    def __init__(self, runner: ModelRunner, ranks: Others) -> None:
+        self._runner, self._ranks, self._claims = runner, ranks, Claims()
+        self._broken: str | None = None
+
+    @property
+    def model(self) -> CausalLM:
+        """This rank's part."""
+        return self._runner.model
+
+    @property
+    def host(self) -> None:
+        """There is none with several ranks."""
+
+    @property
+    def lockstep(self) -> None:
+        """There is none with several ranks."""
+
+    def join(self) -> None:
+        """Nobody waits for this engine."""
+
+    def launch(self, plan: StepPlan) -> RunningStep | None:
+        """Raises:
+        WorkerError: a rank has failed, now or before.
+        """
+
+        def launch() -> RunningStep | None:
+            self._draw_abandoned(self._runner.stages - 1)
+            step = self._runner.build(plan)
+            self._send(step.for_followers())
+            return self._runner.begin(step)
+
+        return self._whole(launch)
+
+    def draw(self, late: Restrictions) -> RunningStep:
+        """Raises as :meth:`launch`."""
+        drawn = self._whole(lambda: self._draw(late))
+        assert drawn is not None
+        return drawn
+
+    def abandon(self) -> None:
+        """The other ranks wait for the tokens, which nobody wants any more. Raises as :meth:`launch`."""
+        if self._runner.undrawn and self._broken is None:
+            self._whole(self._draw_abandoned)
+
+    def _send(self, step: Step | None) -> None:
+        """To the others: the next step, or ``None`` for the draw of the oldest one, where that is not part of it."""
+        self._ranks.send(pack(step, self._claims.next()))
+
+    def _draw(self, late: Restrictions) -> RunningStep:
+        if self._runner.stages > 1:  # else the others wait for the tokens already
+            self._send(None)
+        return self._runner.draw(late)
+
+    def _draw_abandoned(self, most: int = 0) -> None:
+        """Leave so many undrawn at most."""
+        while self._runner.undrawn > most:
+            self._draw(FREE)
+
+    def _whole(self, work: Callable[[], RunningStep | None]) -> RunningStep | None:
+        self._ranks.check()
+        if self._broken is not None:
+            raise WorkerError(f"the ranks have ended, since a step was broken off: {self._broken}; make a new engine")
+        with later(signal.SIGINT):  # half a step on one rank would end them all
+            try:
+                running = work()
+            except BaseException as error:
+                self._broken = f"{type(error).__name__}: {error}"
+                self._ranks.explain(error)
+                self._ranks.end()
+                raise
+        if running is not None:
+            running.watch(self._ranks.check)
+            self._claims.note(running.evidence)
+        return running
+
+
+def _leave(met: list[Team]) -> None:
+    for team in met:
+        team.shut()
+
+
+def _end(watch: Watch, mailbox: Mailbox, processes: Mapping[int, BaseProcess], met: list[Team], owner: int) -> None:
+    """Tell the ranks to end, see that they do, and leave the group."""
+    if os.getpid() != owner:
+        return
+    watch.stop()
+    until = time.monotonic() + FAREWELL
+
+    def patience() -> None:
+        if time.monotonic() > until or not any(process.is_alive() for process in processes.values()):
+            raise TimeoutError
+
+    try:
+        mailbox.send(b"", patience)
+    except TimeoutError:
+        until = 0.0
+    for process in processes.values():
+        process.join(max(0.0, until - time.monotonic()))
+        kill(process)
+        process.join()
+    _leave(met)

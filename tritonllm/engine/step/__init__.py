@@ -1,0 +1,1 @@
+"""One step on one rank: from a plan to a batch, through graph or model, to tokens."""

@@ -1,0 +1,66 @@
+"""How large a runner's steps may be: what its buffers, its first steps and its captured steps are made for."""
+
+from dataclasses import dataclass
+
+from tritonllm.config.engine import EngineConfig, SchedulerConfig
+from tritonllm.dist.pipeline import Pipeline
+from tritonllm.engine.step.launch_policy import host_bound_tokens
+from tritonllm.engine.step.room_sizes import token_sizes
+from tritonllm.engine.step.step_drafts import StepDrafts
+from tritonllm.models.interface import CausalLM
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSizes:
+    """The bounds of one runner's steps.
+
+    Attributes:
+        scheduler: says how many sequences and tokens a step has at most.
+        block_size: tokens of a cache block.
+        max_model_len: the longest sequence that may come, in tokens.
+        captures: steps are captured as CUDA graphs.
+        host_bound: tokens of a step from which on the GPU takes longer than the host for its launches.
+        drafts: of each sequence in a step that verifies some; 0 if there never are any.
+        verified: most sequences of such a step.
+    """
+
+    scheduler: SchedulerConfig
+    block_size: int
+    max_model_len: int
+    captures: bool
+    host_bound: int
+    drafts: int
+    verified: int
+
+    @classmethod
+    def of(
+        cls, config: EngineConfig, model: CausalLM, drafts: StepDrafts, max_model_len: int, pipe: Pipeline
+    ) -> "StepSizes":
+        """Those of a runner with these parts. All stages of ``pipe`` call it: their steps have equally many tokens."""
+        return cls(
+            scheduler=config.scheduler,
+            block_size=config.block_tokens,
+            max_model_len=max_model_len,
+            captures=model.supports_graphs and not config.enforce_eager,
+            host_bound=pipe.least(host_bound_tokens(model.work)),
+            drafts=drafts.most,
+            verified=drafts.verified,
+        )
+
+    @property
+    def max_blocks(self) -> int:
+        """Of a sequence, with what drafts behind its last token read."""
+        return -(-(self.max_model_len + self.drafts) // self.block_size)
+
+    @property
+    def captured_tokens(self) -> list[int]:
+        """Room for prompt tokens in captured steps."""
+        return token_sizes(self.scheduler.max_num_batched_tokens, self.host_bound) if self.captures else []
+
+    @property
+    def most_tokens(self) -> int:
+        """Of a step, padding included."""
+        captured = max(self.captured_tokens, default=0)
+        verified = self.verified * (1 + self.drafts)
+        padded = self.scheduler.max_num_seqs + max(captured, 1)  # 1: the warm-up has a prompt's token beside decodes
+        return max(self.scheduler.max_num_batched_tokens, padded, verified)

@@ -1,0 +1,1 @@
+"""Between text and token ids: tokenizer, chat templates, the checks of a request, the text of an output."""

@@ -1,0 +1,1 @@
+"""The HTTP API: bodies and their fields, one file for each group of paths, the application."""

@@ -1,0 +1,97 @@
+"""What an operator may tell the engine over HTTP, behind ``--server-dev-mode``. Paths and arguments are vLLM's."""
+
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
+
+from fastapi import FastAPI, Query, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import ConfigDict, Field
+
+from tritonllm.serve.api.errors import APIError
+from tritonllm.serve.api.protocol import Body
+from tritonllm.serve.engines.async_llm import AsyncLLM
+
+ORIGIN = "this path answers no pages of browsers: leave the header Origin out, or set --api-key"
+
+
+class OrderBody(Body):
+    """Of an order, which nobody follows with a part of it left out: what it does not know is an error."""
+
+    model_config = ConfigDict(extra="forbid")
+    refused = MappingProxyType({})
+
+
+class ReloadRequest(OrderBody):
+    """``model``: a folder or hub id; by default the engine's own."""
+
+    model: str | None = None
+
+
+class RpcRequest(OrderBody):
+    """vLLM's way to reload weights; ``timeout`` changes nothing."""
+
+    method: Literal["reload_weights"]
+    timeout: float | None = None
+    args: list[str] = Field(default_factory=list)
+    kwargs: dict[str, str | None] = Field(default_factory=dict)
+
+
+def refuse_pages(request: Request, has_keys: bool) -> None:
+    """Without keys a page of a browser can send a POST without a body to any server that its reader reaches.
+
+    Raises:
+        APIError: it comes from one.
+    """
+    if not has_keys and "origin" in request.headers:
+        raise APIError(403, ORIGIN)
+
+
+def add_admin(app: FastAPI, llm: AsyncLLM, has_keys: bool) -> None:
+    """Args:
+    has_keys: nobody gets here without one.
+    """
+
+    @app.post("/sleep")
+    async def sleep(request: Request, level: int = 1, mode: Literal["wait", "abort"] = "wait") -> Response:
+        refuse_pages(request, has_keys)
+        await llm.sleep(level, mode)
+        return JSONResponse({"is_sleeping": await llm.is_sleeping()})
+
+    @app.post("/wake_up")
+    async def wake_up(request: Request, tags: Annotated[list[str] | None, Query()] = None) -> Response:
+        refuse_pages(request, has_keys)
+        await llm.wake_up(tags)
+        return JSONResponse({"is_sleeping": await llm.is_sleeping()})
+
+    @app.get("/is_sleeping")
+    async def is_sleeping() -> Response:
+        return JSONResponse({"is_sleeping": await llm.is_sleeping()})
+
+    @app.post("/reset_prefix_cache")
+    async def reset_prefix_cache(request: Request) -> Response:
+        refuse_pages(request, has_keys)
+        if not await llm.reset_prefix_cache():
+            raise APIError(409, "requests run, so nothing was forgotten: try again when none does", code="busy")
+        return JSONResponse({})
+
+    @app.get("/expert_load")
+    async def expert_load() -> Response:
+        return JSONResponse((await llm.expert_load()).as_json())
+
+    @app.post("/reset_expert_load")
+    async def reset_expert_load(request: Request) -> Response:
+        refuse_pages(request, has_keys)
+        await llm.reset_expert_load()
+        return JSONResponse({})
+
+    @app.post("/reload_weights")
+    async def reload_weights(request: Request, body: ReloadRequest | None = None) -> Response:
+        refuse_pages(request, has_keys)
+        await llm.reload_weights(None if body is None else body.model)
+        return JSONResponse({})
+
+    @app.post("/collective_rpc")
+    async def collective_rpc(request: Request, body: RpcRequest) -> Response:
+        refuse_pages(request, has_keys)
+        results: list[Any] = await llm.collective_rpc(body.method, body.timeout, tuple(body.args), body.kwargs)
+        return JSONResponse({"results": results})

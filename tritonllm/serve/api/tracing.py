@@ -1,0 +1,177 @@
+"""A span for each request, for OpenTelemetry (``--otlp-traces-endpoint``). Needs the extra ``otel``.
+
+Names of attributes are vLLM's, which are those of OpenTelemetry's conventions for generative models where these have
+some. A span is a child of the one that the client's header ``traceparent`` names.
+"""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from tritonllm.config.sampling_params import SamplingParams
+from tritonllm.serve.engines.messages import Update
+
+EXTRA = "--otlp-traces-endpoint needs more packages ({}): pip install 'tritonllm[otel]'"
+SPAN = "llm_request"
+
+
+def require_packages() -> None:
+    """Raises:
+    ImportError: the extra is not installed.
+    """
+    try:
+        import opentelemetry.exporter.otlp.proto.http.trace_exporter
+        import opentelemetry.sdk.trace  # noqa: F401
+    except ImportError as error:
+        raise ImportError(EXTRA.format(error)) from error
+
+
+def make_provider(endpoint: str, service: str) -> Any:
+    """What makes spans and sends them to a collector, in a thread, as protobuf over HTTP.
+
+    Args:
+        endpoint: the collector's URL, as ``http://localhost:4318/v1/traces``.
+        service: the name under which the spans come.
+
+    Returns:
+        A provider of OpenTelemetry's SDK; its ``shutdown`` sends what is left.
+
+    Raises:
+        ImportError: the packages are missing.
+    """
+    require_packages()
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    provider = TracerProvider(resource=Resource.create({"service.name": service}))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
+    return provider
+
+
+class WithParent:
+    """ASGI middleware: what runs behind it has the client's span for a parent.
+
+    Args:
+        app: what comes behind it.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        from opentelemetry import context
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope.get("headers", ())}
+        token = context.attach(TraceContextTextMapPropagator().extract(headers))
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            context.detach(token)
+
+
+@dataclass(slots=True)
+class _Running:
+    span: Any
+    prompt_tokens: int
+    tokens: int = 0
+
+
+class Traces:
+    """Follows requests (an :class:`~tritonllm.serve.engines.open_requests.Observer`).
+
+    Args:
+        provider: of spans.
+        model_name: an attribute of every span.
+    """
+
+    def __init__(self, provider: Any, model_name: str) -> None:
+        self._provider = provider
+        self._tracer = provider.get_tracer("tritonllm")
+        self._model_name = model_name
+        self._running: dict[str, _Running] = {}
+
+    def added(self, request_id: str, prompt_tokens: int, params: SamplingParams) -> None:
+        from opentelemetry.trace import SpanKind
+
+        attributes = {
+            "gen_ai.response.model": self._model_name,
+            "gen_ai.request.id": request_id,
+            "gen_ai.request.temperature": params.temperature,
+            "gen_ai.request.top_p": params.top_p,
+            "gen_ai.request.n": params.n,
+            "gen_ai.usage.prompt_tokens": prompt_tokens,
+        }
+        if params.max_tokens is not None:
+            attributes["gen_ai.request.max_tokens"] = params.max_tokens
+        span = self._tracer.start_span(SPAN, kind=SpanKind.SERVER, attributes=attributes)
+        self._running[request_id] = _Running(span, prompt_tokens)
+
+    def updated(self, update: Update) -> None:
+        one = self._running.get(update.request_id)
+        if one is None:
+            return
+        if update.refused is not None:
+            self._end(update.request_id, update.refused)
+            return
+        one.tokens += sum(len(completion.token_ids) for completion in update.outputs)
+        if not update.finished:
+            return
+        reasons = [completion.finish_reason or "" for completion in update.outputs]
+        one.span.set_attributes({"gen_ai.response.finish_reasons": reasons, **_latencies(update)})
+        self._end(update.request_id, update.error)
+
+    def aborted(self, request_id: str) -> None:
+        if request_id in self._running:
+            self._running[request_id].span.set_attribute("gen_ai.response.finish_reasons", ["abort"])
+            self._end(request_id)
+
+    def close(self) -> None:
+        """End what runs, and send what is left."""
+        for request_id in list(self._running):
+            self._end(request_id, "the server ended")
+        self._provider.shutdown()
+
+    def _end(self, request_id: str, error: str | None = None) -> None:
+        from opentelemetry.trace import Status, StatusCode
+
+        one = self._running.pop(request_id)
+        one.span.set_attribute("gen_ai.usage.completion_tokens", one.tokens)
+        if error is not None:
+            one.span.set_status(Status(StatusCode.ERROR, error))
+        one.span.end()
+
+
+def _latencies(update: Update) -> dict[str, float]:
+    """In seconds, as the engine took them."""
+    end = update.finished_time or time.monotonic()
+    found = {"gen_ai.latency.e2e": end - update.arrival_time}
+    if update.first_token_time is not None:
+        found["gen_ai.latency.time_to_first_token"] = update.first_token_time - update.arrival_time
+        found["gen_ai.latency.time_in_model_decode"] = end - update.first_token_time
+    return found
+
+
+class Observers:
+    """Several of them as one.
+
+    Args:
+        observers: are told in this order.
+    """
+
+    def __init__(self, *observers: Any) -> None:
+        self._observers = observers
+
+    def added(self, request_id: str, prompt_tokens: int, params: SamplingParams) -> None:
+        for one in self._observers:
+            one.added(request_id, prompt_tokens, params)
+
+    def updated(self, update: Update) -> None:
+        for one in self._observers:
+            one.updated(update)
+
+    def aborted(self, request_id: str) -> None:
+        for one in self._observers:
+            one.aborted(request_id)

@@ -1,0 +1,39 @@
+"""What an API process checks and tokenizes requests with, as the engine told it."""
+
+from tritonllm.config.kv_transfer import KVTransferConfig
+from tritonllm.engine.text.input_processor import InputProcessor
+from tritonllm.engine.text.tokenizer import load_tokenizer
+from tritonllm.engine.transfer.params import TransferParams
+from tritonllm.serve.engines.messages import Ready, unpack_params
+
+
+def import_tokenizers() -> None:
+    """Two seconds that need not come after the engine's start."""
+    import transformers
+
+    _ = transformers.AutoTokenizer  # what imports it
+
+
+def input_processor(
+    ready: Ready, *, takes_extra_args: bool = False, transfer: KVTransferConfig | None = None
+) -> InputProcessor:
+    """Checks requests as the engine does, so that most errors need no way there.
+
+    Args:
+        ready: what the engine has told.
+        takes_extra_args: it has logits processors, who may read them.
+        transfer: how it shares its cache.
+    """
+    tokenizer = None
+    if ready.tokenizer is not None:
+        tokenizer = load_tokenizer(ready.tokenizer, revision=ready.revision, trust_remote_code=ready.trust_remote_code)
+    return InputProcessor(
+        tokenizer,
+        ready.vocab_size,
+        ready.max_model_len,
+        frozenset(ready.eos_token_ids),
+        ready.seed,
+        unpack_params(ready.default_params),
+        takes_extra_args=takes_extra_args,
+        transfer_params=TransferParams(transfer),
+    )

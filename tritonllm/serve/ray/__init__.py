@@ -1,0 +1,1 @@
+"""The server as an application of Ray Serve, and batches over Ray."""
