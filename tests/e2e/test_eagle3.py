@@ -38,7 +38,7 @@ from support.tiny_tokenizer import VOCAB_SIZE
 
 from tritonllm import LLM, SamplingParams
 from tritonllm.config.engine import EngineConfig
-from tritonllm.layers.fusion import Limits
+from tritonllm.layers.fusion import FusionLimits
 from tritonllm.models.checkpoint import read_config
 from tritonllm.testing import relative_error
 
@@ -89,7 +89,9 @@ def test_drafts_go_on_behind_the_texts_that_a_head_was_trained_on(tmp_path):
     check_drafts(llm, [PROMPTS[2], PROMPTS[0]], False, lambda *args: reference(model, head, *args)[0])
 
 
-@pytest.mark.parametrize("limits", [Limits(few=1), Limits(few=100), Limits(medium=range(100))], ids=str)
+@pytest.mark.parametrize(
+    "limits", [FusionLimits(few=1), FusionLimits(few=100), FusionLimits(medium=range(100))], ids=str
+)
 def test_fused_steps_draft_the_same(monkeypatch, limits):
     """On a GPU steps of some sizes are fused; here all models are made to."""
     model, head = likely_pair()

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tritonllm.engine.data.agreement import EVERY, Claims, Comparison, DivergedError, Evidence, Sums, Witness
+from tritonllm.engine.data.agreement import EVERY, AgreementSampler, Claims, Comparison, DivergedError, Evidence, Sums
 from tritonllm.engine.data.inputs import upload_step
 from tritonllm.engine.data.step import Step
 from tritonllm.engine.data.step_inputs import StepInputs
@@ -30,8 +30,8 @@ def decode_step(position=5):
 
 
 def evidence_of(step, tokens=(1, 2)):
-    witness = Witness(2)
-    return witness.of(step, upload_step(step, 2, 4, CPU), torch.tensor(tokens))
+    sampler = AgreementSampler(2)
+    return sampler.of(step, upload_step(step, 2, 4, CPU), torch.tensor(tokens))
 
 
 def differs(own, wanted):
@@ -56,7 +56,7 @@ def test_what_differs_is_named():
     assert "other block_tables than" in differs(evidence_of(tables), first)
     longer = evidence_of(step, (1, 2, 0))
     assert "other tokens than" in differs(longer, first)
-    without = Witness(2).of(step, upload_step(step, 2, 4, CPU), None)
+    without = AgreementSampler(2).of(step, upload_step(step, 2, 4, CPU), None)
     assert "other tokens than" in differs(without, first) and "other tokens than" in differs(first, without)
 
 
@@ -71,9 +71,9 @@ def test_evidence_stays_what_it_was():
 
 @pytest.mark.parametrize(("ranks", "numbers"), [(1, []), (2, [1, 1 + EVERY, 1 + 2 * EVERY])])
 def test_every_so_many_steps(ranks, numbers):
-    witness, step = Witness(ranks), decode_step()
+    sampler, step = AgreementSampler(ranks), decode_step()
     batch = upload_step(step, 2, 4, CPU)
-    found = [witness.of(step, batch, torch.tensor([1, 2])) for _ in range(3 * EVERY)]
+    found = [sampler.of(step, batch, torch.tensor([1, 2])) for _ in range(3 * EVERY)]
     assert [evidence.number for evidence in found if evidence is not None] == numbers
 
 

@@ -13,7 +13,7 @@ from tritonllm.config.sampling_params import RequestOutputKind
 from tritonllm.config.thought_format import ThoughtFormat
 from tritonllm.demo import model_path
 from tritonllm.engine.data.request import Request, RequestStatus
-from tritonllm.engine.text.answer_text import ENDS, Channels, Marks, Tagged
+from tritonllm.engine.text.answer_text import ENDS, Channels, Tagged, ThoughtMarks
 from tritonllm.engine.text.output_processor import SequenceOutput
 from tritonllm.serve.parsing.choose import Formats
 from tritonllm.serve.parsing.pieces import Arguments, Content
@@ -115,7 +115,7 @@ def decode(tokens):
     ],
 )
 def test_the_format_goes_by_the_tokenizer_and_the_prompt(form, prompt, vocabulary, text, expected):
-    answer = Marks(vocabulary).follow(ThoughtFormat(**form), prompt, decode)
+    answer = ThoughtMarks(vocabulary).follow(ThoughtFormat(**form), prompt, decode)
     assert joined(*followed(answer, [text])[:2]) == expected
 
 
@@ -157,7 +157,7 @@ def test_an_output_ends_where_its_answer_has_the_stop_string(words, stop, form, 
     tokenizer, ids = ByteFallback().tokenizer(["x", *words, "end"])
     params = SamplingParams(stop=stop, include_stop_str_in_output=keep)
     request = Request("a", ids[:1], params, max_total_tokens=99)
-    answer = Marks({}).follow(formats.thought(prompt, []), [], tokenizer.decode)
+    answer = ThoughtMarks({}).follow(formats.thought(prompt, []), [], tokenizer.decode)
     sequence = SequenceOutput(0, request, tokenizer, answer=answer)
     shown, found = "", None
     ending = RequestStatus.FINISHED_STOPPED if by_end else RequestStatus.FINISHED_LENGTH

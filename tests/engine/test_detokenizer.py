@@ -10,7 +10,7 @@ from support.tiny_tokenizer import save_tokenizer
 from tritonllm.engine.text.detokenizer import (
     REPLACEMENT,
     IncrementalDetokenizer,
-    Words,
+    TokenTexts,
     backend_of,
     bytes_of,
     find_stop,
@@ -61,7 +61,7 @@ def test_bytes_of_tokens_that_are_named_by_their_byte():
 @pytest.mark.parametrize("slow", [False, True])
 def test_words_are_what_single_tokens_say_within_a_text(tokenizer, slow):
     """Special ones and parts of characters, too."""
-    words = Words(SlowTokenizer(tokenizer) if slow else tokenizer)
+    words = TokenTexts(SlowTokenizer(tokenizer) if slow else tokenizer)
     for _ in range(2):
         assert [words(token) for token in range(len(tokenizer))] == [
             tokenizer.decode([t]) for t in range(len(tokenizer))
@@ -73,7 +73,7 @@ def test_words_are_what_single_tokens_say_within_a_text(tokenizer, slow):
 )  # which have a space only before others
 def test_words_have_the_spaces_that_a_text_has(name):
     tokenizer = with_words(name)
-    words, a = Words(tokenizer), tokenizer.convert_tokens_to_ids("a")
+    words, a = TokenTexts(tokenizer), tokenizer.convert_tokens_to_ids("a")
     for token in tokenizer.convert_tokens_to_ids(WORDS):
         assert words(token) == tokenizer.decode([a, token])[1:]
 
@@ -86,10 +86,10 @@ def test_words_of_other_tokenizers_are_asked_for_once():
             asked.append(ids)
             return "w" * sum(ids)
 
-    words = Words(Theirs())
+    words = TokenTexts(Theirs())
     assert [words(token) for token in (2, 1, 2, 0, 0)] == ["ww", "w", "ww", "", ""]
     assert asked == [[2], [2, 2], [1], [1, 1], [0], [0, 0]]
-    assert Words(None)(5) is None
+    assert TokenTexts(None)(5) is None
 
 
 def test_half_a_character_waits_for_the_end(tokenizer):

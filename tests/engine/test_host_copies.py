@@ -84,7 +84,7 @@ def test_slots_for_which_the_device_has_no_room(device, monkeypatch):
     def no_room(*arguments):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(host_copies._Part, "of", no_room)
+    monkeypatch.setattr(host_copies._CopyPart, "of", no_room)
     with pytest.raises(ValueError, match=r"kv_offloading_size: the GPU has no .* GiB left.*: lower it, num_blocks or"):
         make(device, on_device=True)
     with pytest.raises(torch.OutOfMemoryError):

@@ -6,17 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tritonllm.engine.transfer.connector import DeviceSlots
-from tritonllm.engine.transfer.ipc_memory import Arena, arena_bytes, runs_of
+from tritonllm.engine.transfer.ipc_memory import SharedArena, arena_bytes, runs_of
 from tritonllm.engine.transfer.wire import WireError
 
 
 def test_a_description_is_whole_or_refused():
-    arena = Arena(77, b"n" * 16, b"h" * 64, 9, (24, 5))
+    arena = SharedArena(77, b"n" * 16, b"h" * 64, 9, (24, 5))
     data = arena.pack()
-    assert Arena.unpack(data) == arena and arena.offsets == [0, 512]
+    assert SharedArena.unpack(data) == arena and arena.offsets == [0, 512]
     for bad in (b"", data[:-1], data + b"x", b"x" + data[1:], data[:40]):
         with pytest.raises(WireError):
-            Arena.unpack(bad)
+            SharedArena.unpack(bad)
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9))))
@@ -29,7 +29,7 @@ def test_runs_are_the_pairs(pairs):
 
 
 def test_a_block_has_its_parts_where_those_of_all_places_are():
-    arena = Arena(1, b"n" * 16, b"h" * 64, 30, (24, 5))
+    arena = SharedArena(1, b"n" * 16, b"h" * 64, 30, (24, 5))
     assert arena.offsets == [0, 1024] and arena_bytes(30, (24, 5)) == 1536
     slots = [DeviceSlots(10_000, (9, 24), None, None), DeviceSlots(20_000, (9, 5), None, None)]
     pairs = np.array([3, 4, 0]), np.array([7, 8, 9])

@@ -22,7 +22,7 @@ from tritonllm.engine.transfer.nixl import Reads
 from tritonllm.engine.transfer.peer import Peer, PeerSettings
 from tritonllm.engine.transfer.plane import Frames
 from tritonllm.engine.transfer.settings import make_connector
-from tritonllm.engine.transfer.wire import Place
+from tritonllm.engine.transfer.wire import BlockPlace
 
 PLACE = 32 + 16 + 32 + 8  # bytes of a frame
 AGENT = 32 + len("agent 0")
@@ -201,7 +201,7 @@ def test_harm_on_the_way_never_gives_a_wrong_block(engines, kind, place):
 
 
 def test_an_address_that_is_none_is_refused(engines, monkeypatch, caplog):
-    monkeypatch.setattr(kv_nixl, "Place", lambda head, address: Place(head, 1 << 63))
+    monkeypatch.setattr(kv_nixl, "BlockPlace", lambda head, address: BlockPlace(head, 1 << 63))
     producer, consumer = engines("kv_producer"), engines("kv_consumer")
     assert consumer.load(KEYS, ALL, saved(producer)).result(PATIENCE) == [False] * SLOTS
     assert "no block can lie at such an address" in caplog.text

@@ -10,7 +10,7 @@ from support.server import eventually
 from support.waiting import PATIENCE
 
 from tritonllm.engine.transfer import nixl_reader as kv_nixl_reader
-from tritonllm.engine.transfer.nixl_reader import Reader
+from tritonllm.engine.transfer.nixl_reader import NixlReader
 
 
 class Memory:
@@ -28,7 +28,7 @@ class Memory:
             agent.register([self.sink])
             return agent
 
-        self.reader = Reader(make)
+        self.reader = NixlReader(make)
 
     def read(self, row, seconds=PATIENCE, metadata=None):
         spans = ([(part.ctypes.data + 8 * row, 8)] for part in (self.sink, self.source))

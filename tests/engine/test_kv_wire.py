@@ -16,9 +16,9 @@ from tritonllm.engine.transfer.wire import (
     MAGIC,
     MOST_KEYS,
     QUESTION_BYTES,
+    BlockPlace,
     Channel,
     Kind,
-    Place,
     WireError,
     count_frame,
     frame,
@@ -171,7 +171,7 @@ def test_a_question_that_is_not_answered_here_is_refused():
 @settings(max_examples=examples(100), deadline=None)
 @given(address=st.integers(0, 2**64 - 1), at=st.none() | st.integers(0, 2 * (32 + 16 + 32 + 8) - 1))
 def test_places_arrive_as_they_were_sent_or_not_at_all(address, at):
-    places = [Place(head_of(Kind.BLOCK, (key,)), address) for key in KEYS[:2]]
+    places = [BlockPlace(head_of(Kind.BLOCK, (key,)), address) for key in KEYS[:2]]
     data = bytearray(b"".join(place_frame(key, place) for key, place in zip(KEYS, places, strict=False)))
     if at is not None:
         data[at] ^= 1
@@ -186,7 +186,7 @@ def test_places_arrive_as_they_were_sent_or_not_at_all(address, at):
 
 
 def test_a_place_of_another_block_is_refused():
-    other = place_frame(KEYS[1], Place(head_of(Kind.BLOCK, ()), 7))
+    other = place_frame(KEYS[1], BlockPlace(head_of(Kind.BLOCK, ()), 7))
     with Pair(other) as channel, pytest.raises(WireError, match="about another block"):
         channel.read_place(KEYS[0], soon())
 

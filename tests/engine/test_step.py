@@ -15,12 +15,12 @@ from support.waiting import PATIENCE
 
 from tritonllm.config.engine import EngineConfig
 from tritonllm.config.sampling_params import SamplingParams
-from tritonllm.engine.data.inputs import Inbox, views
+from tritonllm.engine.data.inputs import StepInbox, views
 from tritonllm.engine.data.plan import ScheduledRequest
 from tritonllm.engine.data.request import Request
 from tritonllm.engine.data.step import OF_THE_FIRST
 from tritonllm.engine.data.step_bytes import pack, unpack
-from tritonllm.engine.data.step_inputs import ALIGNMENT, COLUMNS, Layout, Per, Room, StepInputs, place
+from tritonllm.engine.data.step_inputs import ALIGNMENT, COLUMNS, Per, StepInputs, StepLayout, StepRoom, place
 from tritonllm.engine.schedule.scheduler import Scheduler
 from tritonllm.engine.step.dummy_step import dummy_step
 from tritonllm.engine.step.runner import ModelRunner
@@ -89,11 +89,11 @@ def test_another_runner_gives_the_same_tokens_for_a_steps_bytes(ahead):
 
 
 def room(n, chunks, rows):
-    return Room(Segments(decodes(n), chunk=Segment(len(chunks), sum(chunks), max(chunks, default=0))), rows)
+    return StepRoom(Segments(decodes(n), chunk=Segment(len(chunks), sum(chunks), max(chunks, default=0))), rows)
 
 
 def test_arrays_lie_apart_and_where_kernels_want_them():
-    layout = Layout(room(5, [3, 9], 7))
+    layout = StepLayout(room(5, [3, 9], 7))
     spans = sorted((span.start, span.end) for span in layout.spans.values())
     assert all(start % ALIGNMENT == 0 for start, _ in spans)
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
@@ -112,7 +112,7 @@ def test_every_element_is_written():
     for larger in (room(3, [5, 2], 4), room(3, [5, 2], 8), room(8, [4, 4, 4, 4], 8), room(3, [4, 4, 2], 16)):
         results = []
         for filler in (0, 255):
-            layout = Layout(larger)
+            layout = StepLayout(larger)
             arrays = layout.arrays(np.full(layout.size, filler, dtype=np.uint8))
             place(step.inputs, step.size, arrays, larger)
             results.append({name: getattr(arrays, name).tolist() for name in COLUMNS})
@@ -124,9 +124,9 @@ def test_every_element_is_written():
 def test_the_device_sees_what_was_placed():
     """Of one step after the other, and nothing of the one before."""
     larger = room(4, [8, 8], 4)
-    layout = Layout(larger)
+    layout = StepLayout(larger)
     memory = torch.full((layout.size,), 255, dtype=torch.uint8)
-    inbox, there = Inbox(larger, memory), views(memory, layout.spans)
+    inbox, there = StepInbox(larger, memory), views(memory, layout.spans)
     for step in (
         dummy_step(4, [8], rows=4, width=1),
         dummy_step(2, [4], rows=3, width=1),
@@ -145,13 +145,13 @@ def test_the_device_sees_what_was_placed():
 def test_segments_move_apart_with_drafts_between_them():
     """A step of a decode, two verified sequences and a chunk in a room with more of each."""
     have = Segments(decodes(1), Segment(2, 5, 3), Segment(1, 4, 4))
-    larger = Room(Segments(decodes(2), Segment(3, 8, 3), Segment(2, 6, 6)), 8)
-    arrays = {n: np.full(Room(have, 7).count(c.per), 1, dtype=c.dtype) for n, c in COLUMNS.items()}
+    larger = StepRoom(Segments(decodes(2), Segment(3, 8, 3), Segment(2, 6, 6)), 8)
+    arrays = {n: np.full(StepRoom(have, 7).count(c.per), 1, dtype=c.dtype) for n, c in COLUMNS.items()}
     arrays |= {"positions": np.arange(10), "logit_rows": np.array([0, 1, 2, 3, 4, 5, 9])}
     arrays |= {"verify_starts": np.array([0, 2, 5], dtype=np.int32), "cu_seqlens_q": np.array([0, 4], dtype=np.int32)}
-    layout = Layout(larger)
+    layout = StepLayout(larger)
     placed = layout.arrays(np.full(layout.size, 255, dtype=np.uint8))
-    place(StepInputs(**arrays), Room(have, 7), placed, larger)
+    place(StepInputs(**arrays), StepRoom(have, 7), placed, larger)
     assert placed.positions.tolist() == [0, 0, 1, 2, 3, 4, 5, 0, 0, 0, 6, 7, 8, 9, 0, 0]
     assert placed.logit_rows.tolist() == [0, 2, 3, 4, 5, 6, 13, 0]
     assert placed.verify_starts.tolist() == [0, 2, 5, 8]

@@ -26,7 +26,7 @@ from tritonllm.engine.step.common_steps import Need
 from tritonllm.engine.step.dummy_step import dummy_step
 from tritonllm.engine.step.preparation import rehearsal_of
 from tritonllm.engine.step.runner import ModelRunner
-from tritonllm.engine.step.warm_up import Limits, WarmUp, Work
+from tritonllm.engine.step.warm_up import StepLimits, WarmUp, Work
 from tritonllm.experts.load import ExpertLoad
 from tritonllm.experts.rebalance import rebalance
 from tritonllm.layers.regime import Regimes
@@ -451,7 +451,7 @@ def test_no_step_comes_twice(monkeypatch, longest):
         monkeypatch.setattr(WarmUp, name, note)
     sizes = {"block_size": 16, "max_model_len": longest, "max_num_seqs": 256, "max_num_batched_tokens": 8192}
     regimes = Regimes(lambda sequences: 900 // sequences, longest)
-    limits = Limits(**sizes, padded=[8448], drafts=4, verified=100)
+    limits = StepLimits(**sizes, padded=[8448], drafts=4, verified=100)
     WarmUp(
         Work(None, None, None, lambda tokens: None, lambda: None, lambda sequences: True), limits, regimes, META
     ).run()
@@ -484,7 +484,7 @@ def test_what_graphs_will_take_is_that_of_the_largest_steps_of_both_kinds(monkey
             self.bytes = 10 * sequences
 
     sizes = {"block_size": 16, "max_model_len": 4096, "max_num_seqs": 8, "max_num_batched_tokens": 64}
-    warm_up = Counts(None, Limits(**sizes, **more), None, META)
+    warm_up = Counts(None, StepLimits(**sizes, **more), None, META)
     monkeypatch.setattr("tritonllm.engine.step.warm_up.peak_bytes", lambda step, device: step() or warm_up.bytes)
     assert warm_up.captured_bytes(deterministic) == expected
 

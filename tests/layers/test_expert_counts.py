@@ -23,8 +23,8 @@ def counts():
 
 
 def count(counts, place, ids, *, rows=False, rehearses=False):
-    tally = counts.of_layer(place, METADATA, rows=rows, rehearses=rehearses)
-    count_experts(torch.tensor(ids), tally.marks, tally.counts)
+    counter = counts.of_layer(place, METADATA, rows=rows, rehearses=rehearses)
+    count_experts(torch.tensor(ids), counter.marks, counter.counts)
 
 
 def test_layers_count_apart_and_padding_does_not_count(counts):
@@ -43,5 +43,5 @@ def test_rehearsals_do_not_count(counts):
 
 def test_all_counters_are_aligned_alike(counts):
     """Else kernels would be compiled for some layers that the start has not seen."""
-    tallies = [counts.of_layer(place, METADATA, rows=False, rehearses=again) for place in (1, 4) for again in (0, 1)]
-    assert {tally.counts.data_ptr() % 16 for tally in tallies} == {0}
+    counters = [counts.of_layer(place, METADATA, rows=False, rehearses=again) for place in (1, 4) for again in (0, 1)]
+    assert {counter.counts.data_ptr() % 16 for counter in counters} == {0}

@@ -9,10 +9,10 @@ import torch
 from tritonllm.kernels.dense import medium
 from tritonllm.layers.fusion import (
     AddBy,
+    FusionLimits,
     FusionPlanner,
     LayerPlan,
     LayerTraits,
-    Limits,
     NormBy,
     decodes_at_once,
     few_rows,
@@ -25,8 +25,8 @@ from tritonllm.layers.segments import Segment, Segments, decodes
 CPU, META = torch.device("cpu"), torch.device("meta")
 ALONE, ADDITION, PRODUCT, BEFORE = NormBy.ALONE, NormBy.ADDITION, NormBy.PRODUCT, NormBy.BEFORE
 LATER, ADDS, ADDS_AND_NORMALISES = AddBy.LATER, AddBy.PRODUCT, AddBy.PRODUCT_WITH_NORM
-HOPPER = Limits(few=64, medium=range(65, 257))
-OTHERS = Limits(few=64)
+HOPPER = FusionLimits(few=64, medium=range(65, 257))
+OTHERS = FusionLimits(few=64)
 
 DENSE = LayerTraits(sequential=True, rms=True, begins_norms=True)
 LARGE = LayerTraits(sequential=True, rms=True)
@@ -81,7 +81,7 @@ def test_many_rows_add_in_the_norm(rows, limits):
 @pytest.mark.parametrize("layer", [DENSE, LARGE, EXPERTS, SHARED, LAYER_NORM, SANDWICH])
 @pytest.mark.parametrize("rows", [1, 100])
 def test_the_cpu_fuses_only_sum_and_norm(layer, rows):
-    first, last, end = plan([layer] * 2, rows, 1, Limits.of(CPU))
+    first, last, end = plan([layer] * 2, rows, 1, FusionLimits.of(CPU))
     handed_on = layer.sums_last
     assert first == (*FIRST_OF_MANY[:3], ADDS_AND_NORMALISES if handed_on else LATER)
     assert last == (BEFORE if handed_on else ADDITION, *MANY[1:]) and end is ADDITION
@@ -139,7 +139,7 @@ def test_a_part_of_a_sum_is_pending(layer, rows):
 
 def test_a_sum_over_ranks_takes_the_norm_along():
     """Up to so many rows as the ranks send each other; of the last layer's, only the wanted ones are left."""
-    limits, summed = Limits(summed=16), NormBy.SUM
+    limits, summed = FusionLimits(summed=16), NormBy.SUM
     partial, of_layer_norms = (dataclasses.replace(layer, partial=True) for layer in (LARGE, LAYER_NORM))
     first = ALONE, LATER, summed, LATER
     assert plan([partial] * 2, 16, limits=limits) == (first, (summed, LATER, summed, LATER), summed)
@@ -149,7 +149,7 @@ def test_a_sum_over_ranks_takes_the_norm_along():
 
 
 def test_sizes_up_to_the_limit_have_one_plan():
-    planner = FusionPlanner([dataclasses.replace(LARGE, partial=True)] * 2, Limits(summed=16))
+    planner = FusionPlanner([dataclasses.replace(LARGE, partial=True)] * 2, FusionLimits(summed=16))
     found = [planner.plan(range(2), rows, wanted, CPU) for rows, wanted in ((1, None), (16, None), (17, 1), (99, 16))]
     assert found[0] is found[1] and found[2] is found[3]
     assert [(p.layers[1].attention_norm, p.last_norm) for p in found[1:3]] == [
@@ -205,8 +205,8 @@ def test_traits():
 @pytest.mark.parametrize("hopper", [True, False])
 def test_limits(hopper):
     with patch.object(medium, "on_sm90", return_value=hopper):
-        assert Limits.of(META) == (HOPPER if hopper else OTHERS)
-    assert Limits.of(CPU) == Limits()
+        assert FusionLimits.of(META) == (HOPPER if hopper else OTHERS)
+    assert FusionLimits.of(CPU) == FusionLimits()
 
 
 def test_one_plan_for_each_size():

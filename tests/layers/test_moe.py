@@ -6,7 +6,7 @@ from support.compare import assert_close
 from torch.nn import functional as F
 
 from tritonllm.dist.exchange import NO_EXCHANGE
-from tritonllm.layers.journey import Journey
+from tritonllm.layers.exchanged_rows import ExchangedRows
 from tritonllm.layers.mlp import MLPSpec
 from tritonllm.layers.moe import MoE, MoESpec
 from tritonllm.layers.norm import BlockInput, Norm, NormSpec
@@ -137,7 +137,7 @@ def test_rows_that_travel(device, axes):
     assert norm.weight is not None
     norm.weight.normal_(1, 0.1)
     expected, marks = want(moe, x), torch.tensor([3, 0, 9, 1, -1], device=device)
-    product, routed = moe(BlockInput(x), None, Journey(NO_EXCHANGE, 7, marks))
+    product, routed = moe(BlockInput(x), None, ExchangedRows(NO_EXCHANGE, 7, marks))
     assert_close(product.alone(routed)[:4], expected[:4])
     if moe.shared is None:
         assert not product.alone(routed)[4].any()

@@ -11,14 +11,14 @@ from support.fusion import set_fusion
 from support.tiny_models import ALL_FAMILIES, PagedRunner, PagedSequence, random_tokens, tiny_config
 
 from tritonllm.layers import linear
-from tritonllm.layers.fusion import Limits
+from tritonllm.layers.fusion import FusionLimits
 from tritonllm.layers.norm import Norm
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.families import spec_from_config
 from tritonllm.models.weights import dummy_weights
 from tritonllm.testing import RELATIVE_ERROR, relative_error
 
-ALL_ROWS = Limits(few=1000)
+ALL_ROWS = FusionLimits(few=1000)
 
 
 def logits(model: Decoder, prompts: list[list[int]]) -> torch.Tensor:
@@ -53,9 +53,9 @@ def test_wanted_rows(monkeypatch, device, family, limit):
     hidden: list[torch.Tensor] = []
 
     def both(*args):
-        set_fusion(monkeypatch, model, Limits(few=0))
+        set_fusion(monkeypatch, model, FusionLimits(few=0))
         hidden.append(forward(*args))
-        set_fusion(monkeypatch, model, Limits(few=limit))
+        set_fusion(monkeypatch, model, FusionLimits(few=limit))
         for rows in ([8, 12], [12, 0, 5], []):
             wanted = forward(*args, torch.tensor(rows, dtype=torch.int64, device=device))
             assert wanted.shape == (len(rows), model.spec.hidden_size)
@@ -106,7 +106,7 @@ def test_what_sums_up_the_experts_normalises(monkeypatch, device, few_last):
 
     def both(*args):
         for handed_on in (True, False):
-            set_fusion(monkeypatch, model, Limits(few=3 if few_last else 0), hands_on=handed_on)
+            set_fusion(monkeypatch, model, FusionLimits(few=3 if few_last else 0), hands_on=handed_on)
             with (
                 patch.object(Norm, "forward", autospec=True, side_effect=Norm.forward) as add,
                 patch.object(Norm, "normalize", autospec=True, side_effect=Norm.normalize) as alone,

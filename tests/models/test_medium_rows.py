@@ -7,7 +7,7 @@ from support.fusion import set_fusion
 from support.tiny_models import ALL_FAMILIES, PagedRunner, PagedSequence, random_tokens, tiny_config
 
 from tritonllm.layers import linear
-from tritonllm.layers.fusion import Limits
+from tritonllm.layers.fusion import FusionLimits
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.families import spec_from_config
 from tritonllm.models.weights import dummy_weights
@@ -34,7 +34,7 @@ def test_same_logits(monkeypatch, device, family):
     dummy_weights(model, 0)
     want = steps(model)
     for most in (2, 100):
-        set_fusion(monkeypatch, model, Limits(medium=range(most + 1)))
+        set_fusion(monkeypatch, model, FusionLimits(medium=range(most + 1)))
         assert relative_error(steps(model), want) < 3 * RELATIVE_ERROR[torch.float32]  # of 3 layers
 
 
@@ -50,7 +50,7 @@ def test_wanted_rows(monkeypatch, device, family, limit):
     def both(*args):
         set_fusion(monkeypatch, model)
         hidden = forward(*args)
-        set_fusion(monkeypatch, model, Limits(few=limit, medium=ALL_ROWS))
+        set_fusion(monkeypatch, model, FusionLimits(few=limit, medium=ALL_ROWS))
         for rows in ([8, 12], [12, 0, 5, 7]):
             wanted = forward(*args, torch.tensor(rows, device=device))
             assert relative_error(wanted, hidden[rows]) < 3 * RELATIVE_ERROR[torch.float32]
@@ -67,7 +67,7 @@ def test_which_layers_leave_norms(monkeypatch, device, family, left):
     """Three pre-norm layers with dense blocks: one norm within each, one between two."""
     model = Decoder(spec_from_config(tiny_config(family)), dtype=torch.float32, device=device, max_model_len=64)
     dummy_weights(model, 0)
-    set_fusion(monkeypatch, model, Limits(medium=ALL_ROWS))
+    set_fusion(monkeypatch, model, FusionLimits(medium=ALL_ROWS))
     begun, ended = [], []
     add_linear, linear_unnormed = linear.add_linear, linear.linear_unnormed
     monkeypatch.setattr(linear, "add_linear", lambda *a, **k: begun.append(a) or add_linear(*a, **k))

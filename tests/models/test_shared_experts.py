@@ -15,7 +15,7 @@ from tritonllm.dist.exchange import NO_EXCHANGE, Exchange
 from tritonllm.dist.group import Group
 from tritonllm.experts.load import ExpertLoad
 from tritonllm.experts.rebalance import rebalance
-from tritonllm.layers.fusion import Limits
+from tritonllm.layers.fusion import FusionLimits
 from tritonllm.layers.metadata import AttentionMetadata
 from tritonllm.layers.segments import Segment, Segments, decodes
 from tritonllm.models import checkpoint
@@ -180,7 +180,9 @@ def test_three_ranks(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "limits", [Limits(), Limits(few=0), Limits(few=2), Limits(few=100)], ids=["none", "0", "2", "100"]
+    "limits",
+    [FusionLimits(), FusionLimits(few=0), FusionLimits(few=2), FusionLimits(few=100)],
+    ids=["none", "0", "2", "100"],
 )
 @pytest.mark.parametrize("hands_on", [False, True])
 @pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe", "gpt_oss"])

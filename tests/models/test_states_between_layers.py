@@ -5,7 +5,7 @@ import torch
 from support.fusion import set_fusion
 from support.tiny_models import PagedRunner, PagedSequence, load_decoder, random_tokens, tiny_config, write_checkpoint
 
-from tritonllm.layers.fusion import Limits
+from tritonllm.layers.fusion import FusionLimits
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.families import spec_from_config
 from tritonllm.models.weights import dummy_weights
@@ -14,11 +14,11 @@ from tritonllm.testing import RELATIVE_ERROR, relative_error
 FAMILIES = ["llama", "qwen3", "gemma2", "olmo2", "granite", "gpt2", "phi", "falcon", "qwen3_moe", "gpt_oss"]
 PLANS = [
     None,
-    Limits(routed=-1),
-    Limits(few=4),
-    Limits(few=100),
-    Limits(medium=range(100)),
-    Limits(medium=range(5, 20)),
+    FusionLimits(routed=-1),
+    FusionLimits(few=4),
+    FusionLimits(few=100),
+    FusionLimits(medium=range(100)),
+    FusionLimits(medium=range(5, 20)),
 ]
 BEFORE = [2, 1, 0, 1]
 LIMIT = 3 * RELATIVE_ERROR[torch.float32]

@@ -10,9 +10,9 @@ from support.waiting import PATIENCE
 from tritonllm import SamplingParams
 from tritonllm.config.engine import EngineConfig
 from tritonllm.offline.engines import Engines
-from tritonllm.offline.interface import RefusedError
+from tritonllm.offline.interface import RequestRefusedError
 from tritonllm.serve.engines.engine_client import EngineDeadError
-from tritonllm.serve.engines.messages import Abort, Add, Completion, News, PoolingFacts, Ready, Stats, Update
+from tritonllm.serve.engines.messages import Abort, Add, Completion, EngineReady, News, PoolingFacts, Stats, Update
 from tritonllm.serve.engines.replicas import Replicas
 
 SEATS = 2  # of each engine, so 4 run at once, and 8 are handed over
@@ -24,7 +24,9 @@ class Link:
 
     def __init__(self):
         stats = Stats(num_blocks=64, num_free_blocks=64)
-        self.ready = Ready(None, None, False, 100, 64, SEATS, [], 0, {}, stats, PoolingFacts(["embed"], True, 0, [], 0))
+        self.ready = EngineReady(
+            None, None, False, 100, 64, SEATS, [], 0, {}, stats, PoolingFacts(["embed"], True, 0, [], 0)
+        )
         self.sent, self.closed, self.failure, self.pid = [], False, None, 1
 
     def attach(self, on_news, on_death):
@@ -115,7 +117,7 @@ def test_a_refused_request_is_named(engines, links):
     engines.add_request("a", [1, 2, 3], PARAMS)
     hand_over(engines, links, 1)
     tell(engines, links[0], "a", refused="it is bad")
-    with pytest.raises(RefusedError, match="it is bad") as error:
+    with pytest.raises(RequestRefusedError, match="it is bad") as error:
         engines.step()
     assert error.value.request_id == "a" and not engines.has_unfinished_requests()
 

@@ -16,11 +16,11 @@ from support.waiting import PATIENCE
 from tritonllm import SamplingParams, StructuredOutputsParams
 from tritonllm.dist.lockstep import Board, LeftError, Lockstep
 from tritonllm.engine.data.request import PACKED
-from tritonllm.engine.loop.readiness import HARDLY, LONGEST_WAIT
+from tritonllm.engine.loop.readiness import BRIEF_WAIT, LONGEST_WAIT
 from tritonllm.engine.step.common_steps import Need
-from tritonllm.serve.engines import fellows as module
+from tritonllm.serve.engines import lockstep_engines as module
 from tritonllm.serve.engines.engine_process import EngineLoop
-from tritonllm.serve.engines.fellows import Fellows, end_if_silent
+from tritonllm.serve.engines.lockstep_engines import LockstepEngines, end_if_silent
 from tritonllm.serve.engines.messages import Add, News, Stop, pack_params
 
 ONE_TOKEN = Need(decodes=1, rows=1)
@@ -131,7 +131,7 @@ def test_a_request_that_waits_for_its_grammar_holds_nobody_up(sockets, monkeypat
         eventually(lambda: waited)
     other._left = 200
     eventually(lambda: other.has_had_its_steps)
-    assert not grammar.done() and engine.stats.steps == 0 and max(waited, default=0.0) <= HARDLY
+    assert not grammar.done() and engine.stats.steps == 0 and max(waited, default=0.0) <= BRIEF_WAIT
     grammar.set_exception(ValueError("no such grammar"))
     assert last_update(client).finished
     send(client, Stop())
@@ -143,7 +143,7 @@ def test_a_request_that_waits_for_its_grammar_holds_nobody_up(sockets, monkeypat
 def test_it_does_not_wait_for_ever_if_there_is_something_else(sockets):
     board = Board(2)
     engine, (router, _) = joined_engine(board), sockets
-    Fellows(engine, engine.lockstep, router).await_work(longest=0.01)
+    LockstepEngines(engine, engine.lockstep, router).await_work(longest=0.01)
     assert engine.stats.steps == 0
 
 

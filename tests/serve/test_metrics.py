@@ -71,7 +71,7 @@ class Followed:
 
     def __init__(self):
         engines = SimpleNamespace(replica_stats=[], replicas_living=[], replica_restarts=[], observer=None)
-        self.metrics = metrics.Metrics(engines, "m")
+        self.metrics = metrics.ServerMetrics(engines, "m")
 
     def value(self, name, **labels):
         return self.metrics.registry.get_sample_value(f"vllm:{name}", {"model_name": "m", "engine": "0", **labels})

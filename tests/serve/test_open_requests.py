@@ -7,7 +7,7 @@ from tritonllm.engine.data.asleep import AsleepError
 from tritonllm.serve.engines.engine_client import EngineDeadError
 from tritonllm.serve.engines.messages import Add, Update
 from tritonllm.serve.engines.open_requests import OpenRequests
-from tritonllm.serve.engines.room import Room
+from tritonllm.serve.engines.room import EngineRoom
 from tritonllm.serve.engines.shared_count import SharedCount
 
 
@@ -28,7 +28,7 @@ class Reader:
 
 @pytest.fixture
 def room():
-    return Room(10, SharedCount())
+    return EngineRoom(10, SharedCount())
 
 
 def opened(room, **readers):

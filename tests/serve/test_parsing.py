@@ -12,7 +12,7 @@ from support.examples import examples
 from tritonllm.config.thought_format import ThoughtFormat
 from tritonllm.serve.parsing.choose import Formats, check_names, choose, reasoning_parser_of, tool_parser_of
 from tritonllm.serve.parsing.objects import Objects
-from tritonllm.serve.parsing.pieces import Answer, Arguments, Call, ToolCall, read
+from tritonllm.serve.parsing.pieces import Arguments, ParsedAnswer, ToolCall, ToolCallBegin, read
 from tritonllm.serve.parsing.source import SourceReader
 from tritonllm.serve.parsing.tools import named, required
 
@@ -138,13 +138,13 @@ def test_a_call_without_its_end_takes_no_other_with_it():
     calls = (
         '<tool_call>{"name": "add", "arguments": {}}}\n<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
     )
-    assert read(reader("hermes"), calls) == Answer(calls=[ToolCall("add", "{}"), ToolCall("add", '{"a": 1}')])
+    assert read(reader("hermes"), calls) == ParsedAnswer(calls=[ToolCall("add", "{}"), ToolCall("add", '{"a": 1}')])
 
 
 @pytest.mark.parametrize(("parser", "writer"), PAIRS)
 def test_calls_of_each_format(parser, writer):
     answer = read(reader(parser), writer(CALLS))
-    assert answer == Answer(calls=[ToolCall(*call) for call in CALLS])
+    assert answer == ParsedAnswer(calls=[ToolCall(*call) for call in CALLS])
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -155,7 +155,7 @@ def test_calls_of_each_format(parser, writer):
 @pytest.mark.parametrize(("parser", "writer"), PAIRS)
 def test_any_arguments_come_back_however_the_text_is_cut(parser, writer, calls, places):
     answer = read(reader(parser), *cut(writer(calls), places))
-    assert answer == Answer(calls=[ToolCall(*call) for call in calls])
+    assert answer == ParsedAnswer(calls=[ToolCall(*call) for call in calls])
 
 
 def as_object(*texts):
@@ -171,7 +171,7 @@ class Calls:
         self._begun = False
 
     def feed(self, text):
-        begin, self._begun = [] if self._begun else [Call(0, "f")], True
+        begin, self._begun = [] if self._begun else [ToolCallBegin(0, "f")], True
         return [*begin, Arguments(0, text)]
 
     def finish(self):
@@ -285,7 +285,7 @@ def test_forced_calls_read_the_same_however_they_are_cut(text, places):
     ],
 )
 def test_what_is_no_call_stays_to_the_letter(parser, text):
-    assert read(reader(parser), text) == Answer(content=text)
+    assert read(reader(parser), text) == ParsedAnswer(content=text)
 
 
 def test_text_around_calls():
@@ -309,39 +309,39 @@ def test_text_around_calls():
     ],
 )
 def test_calls_that_are_not_as_they_should_be(text, arguments):
-    assert read(reader("hermes"), text) == Answer(calls=[ToolCall("add", arguments)])
+    assert read(reader("hermes"), text) == ParsedAnswer(calls=[ToolCall("add", arguments)])
 
 
 def test_arguments_are_sent_as_they_come():
     streamed = reader("hermes")
     head = streamed.feed('<tool_call>{"name": "add", "arguments": {"a": ')
-    assert read_all(head) == Answer(calls=[ToolCall("add", '{"a": ')])
+    assert read_all(head) == ParsedAnswer(calls=[ToolCall("add", '{"a": ')])
     assert read_all([*head, *streamed.feed("12")]).calls[0].arguments == '{"a": 12'
 
 
 def read_all(pieces):
-    return Answer().add(pieces)
+    return ParsedAnswer().add(pieces)
 
 
 @pytest.mark.parametrize(
     ("reasoning", "prompt", "text", "expected"),
     [
-        ("qwen3", "", "<think>\nHm.\n</think>\n\nHi.\n", Answer("Hm.", "Hi.\n")),
-        ("qwen3", "", "Hi.", Answer("", "Hi.")),
-        ("qwen3", "<think>\n", "Hm.\n</think>\n\nHi.", Answer("Hm.", "Hi.")),
-        ("qwen3", "<think>\n\n</think>\n\n", "Hi.", Answer("", "Hi.")),
-        ("qwen3", "", "<think>\nHm, and", Answer("Hm, and", "")),
-        ("deepseek_r1", "<｜Assistant｜>", "Hm.</think>Hi.", Answer("Hm.", "Hi.")),
-        ("deepseek_r1", "<think>\n", "<think>Hm.</think>Hi.", Answer("Hm.", "Hi.")),
-        ("deepseek_r1", "</think>", "Hi.", Answer("", "Hi.")),
+        ("qwen3", "", "<think>\nHm.\n</think>\n\nHi.\n", ParsedAnswer("Hm.", "Hi.\n")),
+        ("qwen3", "", "Hi.", ParsedAnswer("", "Hi.")),
+        ("qwen3", "<think>\n", "Hm.\n</think>\n\nHi.", ParsedAnswer("Hm.", "Hi.")),
+        ("qwen3", "<think>\n\n</think>\n\n", "Hi.", ParsedAnswer("", "Hi.")),
+        ("qwen3", "", "<think>\nHm, and", ParsedAnswer("Hm, and", "")),
+        ("deepseek_r1", "<｜Assistant｜>", "Hm.</think>Hi.", ParsedAnswer("Hm.", "Hi.")),
+        ("deepseek_r1", "<think>\n", "<think>Hm.</think>Hi.", ParsedAnswer("Hm.", "Hi.")),
+        ("deepseek_r1", "</think>", "Hi.", ParsedAnswer("", "Hi.")),
         (
             "openai_gptoss",
             "",
             "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hi.",
-            Answer("Hm.", "Hi."),
+            ParsedAnswer("Hm.", "Hi."),
         ),
-        ("openai_gptoss", "", "<|channel|>final<|message|>Hi.<|return|>", Answer("", "Hi.")),
-        ("openai_gptoss", "", " no format at all", Answer("", " no format at all")),
+        ("openai_gptoss", "", "<|channel|>final<|message|>Hi.<|return|>", ParsedAnswer("", "Hi.")),
+        ("openai_gptoss", "", " no format at all", ParsedAnswer("", " no format at all")),
     ],
 )
 def test_thoughts(reasoning, prompt, text, expected):
@@ -352,13 +352,13 @@ def test_thoughts(reasoning, prompt, text, expected):
 def test_an_answer_with_a_form_does_not_go_on_with_a_thought():
     for name in ("qwen3", "deepseek_r1"):
         text = '{"a": 1}'
-        assert read(Formats(None, name).reader("<think>\n", (), has_form=True), text) == Answer("", text)
-        assert read(Formats(None, name).reader("<think>\n", ()), text) == Answer(text, "")
+        assert read(Formats(None, name).reader("<think>\n", (), has_form=True), text) == ParsedAnswer("", text)
+        assert read(Formats(None, name).reader("<think>\n", ()), text) == ParsedAnswer(text, "")
 
 
 def test_thoughts_and_calls():
     answer = read(reader("hermes", "qwen3"), f"<think>\nI need it.\n</think>\n\n{hermes(CALLS)}")
-    assert answer == Answer("I need it.", "", [ToolCall(*call) for call in CALLS])
+    assert answer == ParsedAnswer("I need it.", "", [ToolCall(*call) for call in CALLS])
     mixed = "<|channel|>analysis<|message|>I need it.<|end|><|start|>assistant" + harmony(CALLS)
     assert read(reader("openai", "openai_gptoss"), mixed) == answer
 

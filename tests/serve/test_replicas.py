@@ -26,9 +26,9 @@ from tritonllm.serve.engines.messages import (
     Answer,
     Call,
     Completion,
+    EngineReady,
     News,
     PoolingFacts,
-    Ready,
     Stats,
     Update,
 )
@@ -45,7 +45,7 @@ class Link:
     def __init__(self, seats=4):
         facts = PoolingFacts([], True, 0, [], 0)
         stats = Stats(num_blocks=64, num_free_blocks=64)
-        self.ready = Ready(None, None, False, 100, 64, seats, [], 0, {}, stats, facts)
+        self.ready = EngineReady(None, None, False, 100, 64, seats, [], 0, {}, stats, facts)
         self.sent, self.closed, self.failure, self.pid = [], False, None, 1
 
     def attach(self, on_news, on_death):

@@ -9,7 +9,7 @@ from support.examples import examples
 from support.random_tokenizers import ByteFallback, ByteLevel
 
 from tritonllm.engine.data.outputs import CompletionOutput, Logprob, RequestOutput
-from tritonllm.engine.text.detokenizer import IncrementalDetokenizer, Words, bytes_of
+from tritonllm.engine.text.detokenizer import IncrementalDetokenizer, TokenTexts, bytes_of
 from tritonllm.serve.api.completions_api import _Choices
 from tritonllm.serve.api.protocol import CompletionRequest
 from tritonllm.serve.api.replies import Offsets
@@ -22,7 +22,7 @@ PROMPT, OUTPUT = [None, " a", b"\xe6", b"\xbc"], [b"\xa2", " b", None, b"\xc3", 
 @pytest.mark.parametrize("echo", [False, True])
 def test_offsets_are_those_of_the_text(echo, given_as_text):
     tokenizer, ids = ByteFallback().tokenizer([*PROMPT, *OUTPUT])
-    words, prompt = Words(tokenizer), ids[: len(PROMPT)]
+    words, prompt = TokenTexts(tokenizer), ids[: len(PROMPT)]
     positions = [{token: Logprob(-1.0, 1, words(token))} for token in ids]
     follower = IncrementalDetokenizer(tokenizer, prompt)
     choices = _Choices(
@@ -51,7 +51,7 @@ def test_tokens_begin_where_the_text_before_them_ends(kind, data):
     """And their bytes are those of the text, but for a first space that is dropped."""
     pieces = [piece for piece in kind.pieces(data.draw) if piece is not None]
     tokenizer, ids = kind.tokenizer(pieces)
-    words, plain = Words(tokenizer), [p if isinstance(p, bytes) else p.encode() for p in pieces]
+    words, plain = TokenTexts(tokenizer), [p if isinstance(p, bytes) else p.encode() for p in pieces]
     assert b"".join(bytes_of(tokenizer, token, words(token)) for token in ids) == b"".join(plain)
     begins = Offsets(IncrementalDetokenizer(tokenizer, []), 7).add(ids)
     for i, begin in enumerate(begins):

@@ -16,7 +16,17 @@ from tritonllm import AsyncEngineArgs, AsyncLLM, SamplingParams
 from tritonllm.engine.data.request import PACKED
 from tritonllm.serve.api.config import ServerConfig
 from tritonllm.serve.engines.engine_client import EngineDeadError, EngineLink
-from tritonllm.serve.engines.messages import Abort, Add, Call, Completion, News, PoolingFacts, Ready, Stats, Update
+from tritonllm.serve.engines.messages import (
+    Abort,
+    Add,
+    Call,
+    Completion,
+    EngineReady,
+    News,
+    PoolingFacts,
+    Stats,
+    Update,
+)
 from tritonllm.serve.engines.replicas import Replicas
 from tritonllm.serve.engines.restarts import WINDOW, Restarts
 
@@ -26,7 +36,9 @@ class Link(EngineLink):
 
     def __init__(self):
         stats = Stats(num_blocks=64, num_free_blocks=64)
-        super().__init__("", Ready(None, None, False, 100, 64, 4, [], 0, {}, stats, PoolingFacts([], True, 0, [], 0)))
+        super().__init__(
+            "", EngineReady(None, None, False, 100, 64, 4, [], 0, {}, stats, PoolingFacts([], True, 0, [], 0))
+        )
         self.sent, self.closed = [], False
 
     def attach(self, on_news, on_death):

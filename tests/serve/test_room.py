@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from support.waiting import PATIENCE
 
-from tritonllm.serve.engines.room import QueueFullError, Room
+from tritonllm.serve.engines.room import EngineRoom, QueueFullError
 from tritonllm.serve.engines.shared_count import SharedCount
 
 
@@ -26,7 +26,7 @@ async def settle():
 
 def test_room_is_given_in_the_order_of_arrival():
     async def run():
-        room, order = Room(4, SharedCount()), []
+        room, order = EngineRoom(4, SharedCount()), []
         room.take(4)
         tasks = [taker(room, "large", 3, order), taker(room, "small", 1, order), taker(room, "last", 1, order)]
         for _ in range(2):
@@ -51,7 +51,7 @@ def test_who_does_not_wait_does_not_overtake_who_does():
     """Each place that gets free would be the next request's that comes, and the large one would never have room."""
 
     async def run():
-        room, order = Room(4, SharedCount()), []
+        room, order = EngineRoom(4, SharedCount()), []
         room.take(4)
         tasks = [taker(room, "large", 3, order), taker(room, "leaves", 4, order)]
         await settle()
@@ -75,7 +75,7 @@ def test_who_does_not_wait_does_not_overtake_who_does():
 def test_room_that_another_process_makes_is_seen():
     async def run():
         places = [1, 3]
-        room, order = Room(4, SharedCount(places, 0)), []
+        room, order = EngineRoom(4, SharedCount(places, 0)), []
         task = taker(room, "waits", 1, order)
         await settle()
         assert not task.done()
@@ -91,7 +91,7 @@ def test_who_is_not_taken_anyway_does_not_wait():
         pass
 
     async def run():
-        room, stopped = Room(4, SharedCount()), []
+        room, stopped = EngineRoom(4, SharedCount()), []
         room.take(4)
 
         def check(sequences):
@@ -108,7 +108,7 @@ def test_who_is_not_taken_anyway_does_not_wait():
             await room.wait(5, room.check)
 
     asyncio.run(run())
-    room = Room(4, SharedCount())
+    room = EngineRoom(4, SharedCount())
     room.take(4)
     with pytest.raises(QueueFullError, match="4 sequences run or wait"):
         room.check(1)

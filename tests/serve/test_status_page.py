@@ -13,7 +13,7 @@ from support.waiting import PATIENCE
 
 from tritonllm.serve.api import status_api
 from tritonllm.serve.api.errors import APIError
-from tritonllm.serve.api.status_api import Looks
+from tritonllm.serve.api.status_api import ActivityQuestions
 from tritonllm.telemetry.snapshot import View
 
 PAGE = (ROOT / "tritonllm" / "serve" / "api" / "status.html").read_text()
@@ -90,7 +90,7 @@ def test_many_who_look_cost_the_engine_one_answer(monkeypatch):
     engine = Engine(0.05)
 
     async def look():
-        looks = Looks(engine)
+        looks = ActivityQuestions(engine)
         return await asyncio.gather(*[looks.get(View(rows=rows), 0) for rows in (20, 30) for _ in range(50)])
 
     assert asyncio.run(look()) == [{"number": 1}] * 50 + [{"number": 2}] * 50
@@ -101,7 +101,7 @@ def test_an_engine_that_hangs_is_an_error_and_not_a_wait(monkeypatch):
     monkeypatch.setattr(status_api, "ANSWERS_WITHIN", 0.05)
 
     async def look():
-        looks = Looks(Engine(3600))
+        looks = ActivityQuestions(Engine(3600))
         for _ in range(2):
             with pytest.raises(APIError, match="the engine has not answered for"):
                 await looks.get(View())

@@ -5,19 +5,19 @@ from dataclasses import replace
 import pytest
 
 from tritonllm.layers import linear
-from tritonllm.layers.fusion import FusionPlanner, Limits
+from tritonllm.layers.fusion import FusionLimits, FusionPlanner
 from tritonllm.models.decoder import Decoder
 
 
 def set_fusion(
-    monkeypatch: pytest.MonkeyPatch, model: Decoder, limits: Limits | None = None, *, hands_on: bool = True
+    monkeypatch: pytest.MonkeyPatch, model: Decoder, limits: FusionLimits | None = None, *, hands_on: bool = True
 ) -> None:
     """From now on the model fuses up to these limits (by default nothing), whatever the sizes of its weights.
 
     Args:
         hands_on: what sums up the experts may compute the norm that follows.
     """
-    limits = limits or Limits()
+    limits = limits or FusionLimits()
     layers = [
         replace(
             layer,

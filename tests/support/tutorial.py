@@ -4,7 +4,7 @@ import functools
 import io
 from dataclasses import dataclass
 
-from tritonllm.teach.tutorial.lesson import Answer, Choice, Lesson, Number, Step
+from tritonllm.teach.tutorial.lesson import Answer, Lesson, MultipleChoice, Number, Step
 from tritonllm.teach.tutorial.lessons import LESSONS
 from tritonllm.teach.tutorial.screen import Screen
 from tritonllm.teach.tutorial.session import Session
@@ -37,14 +37,14 @@ def right_answer(answer: Answer) -> str:
     """What a learner types who knows it."""
     if isinstance(answer, Number):
         return repr(answer.value)
-    return answer.letters[answer.right] if isinstance(answer, Choice) else answer.accepted[0]
+    return answer.letters[answer.right] if isinstance(answer, MultipleChoice) else answer.accepted[0]
 
 
 def wrong_answers(answer: Answer) -> list[str]:
     """What others type: all known mistakes, or one that nobody thought of."""
     if isinstance(answer, Number):
         return [repr(value) for value in answer.traps] or [repr(answer.value + 10 * answer.tolerance + 1)]
-    if isinstance(answer, Choice):
+    if isinstance(answer, MultipleChoice):
         return [letter for i, letter in enumerate(answer.letters) if i != answer.right]
     return list(answer.traps) or ["nonsense"]
 

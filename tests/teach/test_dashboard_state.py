@@ -14,7 +14,7 @@ from tritonllm import BeamSearchParams, PoolingParams, SamplingParams
 from tritonllm.telemetry import recorder as recorder_module
 from tritonllm.telemetry.activity_state import MOST_ENDED, SHOWN_STEPS, State
 from tritonllm.telemetry.pool_map import PoolMap
-from tritonllm.telemetry.recorder import Recorder
+from tritonllm.telemetry.recorder import ActivityRecorder
 from tritonllm.telemetry.snapshot import MOST_CELLS, Snapshot, View, from_json, to_json
 
 PROMPT = list(range(5, 25))
@@ -70,7 +70,7 @@ def test_what_is_shown_is_what_the_engine_counts(data):
     wishes = data.draw(st.lists(st.tuples(prompts, st.integers(1, 12), st.sampled_from(sizes)), min_size=1, max_size=6))
     aborted, engine = data.draw(st.sampled_from([None, 3, 8])), engine_of(kind)
     engine.abort_request([str(name) for name in range(6)])  # what an example has left that failed
-    before, recorder, outputs, ended = engine.stats, Recorder(engine), [], {}
+    before, recorder, outputs, ended = engine.stats, ActivityRecorder(engine), [], {}
     for name, (prompt, most, n) in enumerate(wishes):
         engine.add_request(str(name), prompt, greedy(most, n=n))
     while engine.has_unfinished_requests():
@@ -106,12 +106,12 @@ def test_what_is_shown_is_what_the_engine_counts(data):
 
 def test_who_comes_late_sees_the_same():
     engine = tiny_llm(async_scheduling=False, max_num_seqs=2).engine
-    early = Recorder(engine)
+    early = ActivityRecorder(engine)
     for name in "abc":
         engine.add_request(name, PROMPT, greedy(30))
     for _ in range(4):
         engine.step()
-    late = Recorder(engine)
+    late = ActivityRecorder(engine)
     check_pool(late.look(ALL), engine)
     for _ in range(3):
         engine.step()
@@ -126,7 +126,7 @@ def test_who_comes_late_sees_the_same():
 
 def test_a_request_in_the_list():
     engine = tiny_llm(async_scheduling=False, max_num_batched_tokens=16).engine
-    recorder = Recorder(engine)
+    recorder = ActivityRecorder(engine)
     engine.add_request("a", PROMPT, greedy(5))
     (line,) = recorder.look(ALL).requests
     assert (line.state, line.computed_tokens, line.total_tokens, line.most_output_tokens) == ("waiting", 0, 20, 5)
@@ -151,7 +151,7 @@ def test_a_request_in_the_list():
 
 def test_only_what_there_is_room_for():
     engine = tiny_llm(max_num_seqs=2, async_scheduling=False).engine
-    recorder = Recorder(engine)
+    recorder = ActivityRecorder(engine)
     for name in range(1000):
         engine.add_request(f"request-{name}", PROMPT, greedy(3))
     for _ in range(2):
@@ -167,7 +167,7 @@ def test_only_what_there_is_room_for():
 
 def test_beams_and_pooled_prompts_do_no_harm():
     engine = tiny_llm(async_scheduling=False, num_blocks=200).engine
-    recorder = Recorder(engine)
+    recorder = ActivityRecorder(engine)
     engine.add_request("beams", PROMPT, BeamSearchParams(beam_width=3, max_tokens=9))
     engine.add_request("other", PROMPT[3:], greedy(20))
     shown = 0
@@ -179,7 +179,7 @@ def test_beams_and_pooled_prompts_do_no_harm():
     assert shown > 0
     check_pool(recorder.look(ALL), engine)
     pooled = tiny_llm(runner="pooling").engine
-    recorder = Recorder(pooled)
+    recorder = ActivityRecorder(pooled)
     pooled.add_request("p", PROMPT, PoolingParams(task="embed"))
     while pooled.has_unfinished_requests():
         pooled.step()
@@ -189,7 +189,7 @@ def test_beams_and_pooled_prompts_do_no_harm():
 
 def test_a_step_that_fails_ends_all(monkeypatch):
     engine = tiny_llm().engine
-    recorder = Recorder(engine)
+    recorder = ActivityRecorder(engine)
     engine.add_request("a", PROMPT, greedy(20))
     engine.step()
     engine.step()
@@ -206,7 +206,7 @@ def test_a_step_that_fails_ends_all(monkeypatch):
 def test_stop_strings_take_tokens_back():
     engine = tiny_llm().engine
     (text,) = [one.outputs[0].text for one in run(engine, SamplingParams(temperature=0, max_tokens=12))]
-    recorder, before = Recorder(engine), engine.stats.generated_tokens
+    recorder, before = ActivityRecorder(engine), engine.stats.generated_tokens
     run(engine, SamplingParams(temperature=0, max_tokens=12, stop=[text[-3:-1]]))
     assert recorder.look(ALL).counters.generated_tokens == engine.stats.generated_tokens - before
 
@@ -222,7 +222,7 @@ def run(engine, params):
 def test_events_do_not_pile_up_while_nobody_looks(monkeypatch):
     monkeypatch.setattr(recorder_module, "MOST_WAITING", 50)
     engine = tiny_llm().engine
-    recorder = Recorder(engine)
+    recorder = ActivityRecorder(engine)
     run(engine, greedy(40))
     assert 0 < len(recorder._waiting) <= 50
     assert recorder.look(ALL).counters.generated_tokens == 40 and not recorder._waiting

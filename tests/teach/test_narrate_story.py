@@ -13,10 +13,10 @@ from support.examples import examples
 from tritonllm import LLM, SamplingParams, StructuredOutputsParams
 from tritonllm.demo import model_path
 from tritonllm.teach.narrate.acts import Bars, BlockTables, Pieces, Said
-from tritonllm.teach.narrate.recorder import Recorder
+from tritonllm.teach.narrate.recorder import DrawRecorder
 from tritonllm.teach.narrate.show import Show, make_console
 from tritonllm.teach.narrate.story import Detail, Story
-from tritonllm.teach.narrate.viewer import Narrator, Pace, story_of
+from tritonllm.teach.narrate.viewer import Narrator, ReadingPace, story_of
 from tritonllm.teach.narrate.words import LANGUAGES, sentence
 
 PROMPT = list(range(5, 25))
@@ -33,7 +33,9 @@ class Listener:
         self.story._evicted_first = self.story._evicted = llm.engine._scheduler.pool.evictions
         self.show = show
         consoles = [make_console(open("/dev/null", "w", encoding=code)) for code in ("utf-8", "ascii")]  # noqa: SIM115
-        self.shows = [Show(words, each, Pace(0)) for words, each in zip(LANGUAGES.values(), consoles, strict=True)]
+        self.shows = [
+            Show(words, each, ReadingPace(0)) for words, each in zip(LANGUAGES.values(), consoles, strict=True)
+        ]
         self.end = llm.engine.subscribe(self)
 
     def __call__(self, event):
@@ -279,7 +281,7 @@ def test_the_end_of_a_thought_is_forced():
 
 
 def test_a_recorder_keeps_only_the_first_rows():
-    recorder = Recorder(most=2)
+    recorder = DrawRecorder(most=2)
     logits = torch.zeros(4)
     assert all(recorder([1], [], logits) is logits for _ in range(3))
     assert len(recorder.take()) == 2 and recorder.take() == []
@@ -349,7 +351,7 @@ def test_each_lesson_is_given_once():
 
 def test_a_step_that_breaks_off(monkeypatch):
     llm = tiny_llm()
-    listener = Listener(llm, recorder := Recorder())
+    listener = Listener(llm, recorder := DrawRecorder())
     params = greedy(3, logits_processors=[recorder])
     llm.engine.add_request("a", PROMPT[::-1], params)
     monkeypatch.setattr(llm.engine._scheduler, "update", lambda *_: 1 / 0)  # its tokens were drawn
@@ -389,13 +391,13 @@ def test_a_reader_makes_blanks_and_controls_visible(demo):
 @pytest.mark.parametrize("speed, seconds", [(0, []), (1, [0.6]), (2, [0.3])])
 def test_the_pace_is_that_of_a_reader(speed, seconds):
     slept = []
-    Pace(speed, slept.append)("three short words")
+    ReadingPace(speed, slept.append)("three short words")
     assert slept == pytest.approx(seconds)
 
 
 def test_chinese_is_read_by_signs():
     slept = []
-    Pace(1, slept.append)("每块 16 个词元")
+    ReadingPace(1, slept.append)("每块 16 个词元")
     assert slept == pytest.approx([0.1 * 5 + 0.2])
 
 

@@ -14,15 +14,35 @@ from support.waiting import PATIENCE
 import tritonllm
 from tritonllm.cli import main
 from tritonllm.teach.tutorial import screen as screens
-from tritonllm.teach.tutorial.lesson import Ask, Choice, Exercise, NotAnAnswer, Number, Say, Show, Words
+from tritonllm.teach.tutorial.lesson import (
+    Exercise,
+    LessonQuestion,
+    MultipleChoice,
+    NotAnAnswer,
+    Number,
+    Say,
+    ShortText,
+    ValueTable,
+)
 from tritonllm.teach.tutorial.progress import ProgressFile, Reached
 from tritonllm.teach.tutorial.screen import Screen, table_lines
 from tritonllm.teach.tutorial.session import fast_forward, next_lesson
 
 PAGE = Say("The page of the question.")
-ASK = Ask("How many?", Number(3, traps={2: "Round up."}), ["A first hint.", "A second hint."], "It is three.")
-COLOUR = Ask("Which colour?", Words(["red"], traps={"green": "That is the grass."}), ["Think of blood."], "Red it is.")
-SMALL = (Say("The beginning."), PAGE, Show("a table", ("x",), [(1,)]), ASK, Say("The middle."), COLOUR, Say("The end."))
+HINTS = ["A first hint.", "A second hint."]
+ASK = LessonQuestion("How many?", Number(3, traps={2: "Round up."}), HINTS, "It is three.")
+COLOUR = LessonQuestion(
+    "Which colour?", ShortText(["red"], traps={"green": "That is the grass."}), ["Think of blood."], "Red it is."
+)
+SMALL = (
+    Say("The beginning."),
+    PAGE,
+    ValueTable("a table", ("x",), [(1,)]),
+    ASK,
+    Say("The middle."),
+    COLOUR,
+    Say("The end."),
+)
 
 
 @pytest.fixture
@@ -249,7 +269,7 @@ def test_numbers_near_enough():
 
 
 def test_choices():
-    answer = Choice(("more", "fewer"), 1)
+    answer = MultipleChoice(("more", "fewer"), 1)
     assert answer.is_right("b") and answer.is_right(" B) ") and not answer.is_right("a")
     assert str(answer) == "b) fewer"
     for typed in ("", "c", "ab", "fewer"):

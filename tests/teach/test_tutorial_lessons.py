@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from support.tutorial import recorded, right_answer, steps_of, talk, wrong_answers
 
-from tritonllm.teach.tutorial.lesson import Ask, Exercise, Say, Show
+from tritonllm.teach.tutorial.lesson import Exercise, LessonQuestion, Say, ValueTable
 from tritonllm.teach.tutorial.lessons import LESSONS
 from tritonllm.teach.tutorial.progress import ProgressFile
 from tritonllm.teach.tutorial.screen import table_lines
@@ -28,8 +28,8 @@ ANSWERS = {
 }
 
 
-def questions(number: int) -> list[Ask]:
-    return [step for step in steps_of(number) if isinstance(step, Ask)]
+def questions(number: int) -> list[LessonQuestion]:
+    return [step for step in steps_of(number) if isinstance(step, LessonQuestion)]
 
 
 def test_lessons_are_numbered():
@@ -59,7 +59,7 @@ def test_a_lesson_is_prose_first_and_has_what_its_entry_says(number):
     assert isinstance(steps[0], Say)
     assert any(isinstance(step, Exercise) for step in steps) == LESSONS[number - 1].has_exercise
     for step in steps:
-        if isinstance(step, Show):
+        if isinstance(step, ValueTable):
             assert step.rows and all(len(row) == len(step.columns) for row in step.rows)
             assert max(map(len, table_lines(step.columns, step.rows))) < 120
         if isinstance(step, Say | Exercise):
@@ -71,7 +71,7 @@ def test_a_learner_goes_through(number, tmp_path):
     """Wrong first, with every known mistake; a hint, or the answer of it; then right."""
     typed = []
     for step in steps_of(number):
-        if isinstance(step, Ask):
+        if isinstance(step, LessonQuestion):
             typed += [*wrong_answers(step.answer), "?", right_answer(step.answer)]
         elif isinstance(step, Exercise):
             typed.append("")
@@ -103,7 +103,7 @@ def test_the_lesson_on_the_page_runs():
 
 
 def test_the_slot_of_lesson_2_is_of_the_table():
-    table = next(step for step in steps_of(2) if isinstance(step, Show)).rows[0]
+    table = next(step for step in steps_of(2) if isinstance(step, ValueTable)).rows[0]
     _, tokens, blocks = table
     ask = questions(2)[2]
     assert list(blocks) != sorted(range(len(blocks))), "the blocks lie in order: the question needs no table"

@@ -25,7 +25,7 @@ from tritonllm.teach.xray import draw, roofline, viewer
 from tritonllm.teach.xray.costs import visible
 from tritonllm.teach.xray.options import wishes_of
 from tritonllm.teach.xray.roofline import Roofline
-from tritonllm.teach.xray.stages import Recorder, Recording
+from tritonllm.teach.xray.stages import Recording, StageRecorder
 from tritonllm.teach.xray.viewer import OPTIONS, XRay
 from tritonllm.teach.xray.wishes import Wishes
 
@@ -326,7 +326,7 @@ def test_a_recorder_of_a_model_alone():
     llm = watched()
     engine = llm.engine
     engine.add_request("0", PROMPT, greedy(2))
-    recorder = Recorder(engine.model, CPU)
+    recorder = StageRecorder(engine.model, CPU)
     recorder.begin()
     engine.step()
     recording = recorder.end()

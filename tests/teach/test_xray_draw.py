@@ -73,7 +73,7 @@ def test_layers_that_do_the_same_are_one_line():
         ("layer 3", "× 1, with qkv: linear y", 1),
         ("logits", "aten.linear", 1),
     ]
-    assert draw.numbers_of(draw.Row(some[1:4], "", ""), ROOF) == ["300 B", "600 F", "2", "3 µs", "1%"]
+    assert draw.numbers_of(draw.OperationRow(some[1:4], "", ""), ROOF) == ["300 B", "600 F", "2", "3 µs", "1%"]
     assert [draw.duration(x) for x in (2.5, 0.0125, 3e-6)] == ["2.5 s", "12.5 ms", "3 µs"]
     assert draw.spans([0, 1, 2, 5, 7, 8]) == "0–2, 5, 7–8"
 

@@ -15,7 +15,7 @@ PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 
 @dataclass(frozen=True)
-class Request:
+class BenchRequest:
     prompt: list[int]
     output_len: int
 
@@ -69,10 +69,10 @@ class Bench:
     def vary(self, length: int, ratio: float) -> int:
         return max(1, self._random.randint(round(length * (1 - ratio)), round(length * (1 + ratio))))
 
-    def batch(self, count: int, prompt: int, output: int, beginning: Sequence[int] = ()) -> list[Request]:
-        return [Request([*beginning, *self.tokens(prompt)], output) for _ in range(count)]
+    def batch(self, count: int, prompt: int, output: int, beginning: Sequence[int] = ()) -> list[BenchRequest]:
+        return [BenchRequest([*beginning, *self.tokens(prompt)], output) for _ in range(count)]
 
-    def run(self, requests: Iterable[Request]) -> Timed:
+    def run(self, requests: Iterable[BenchRequest]) -> Timed:
         """Time some requests.
 
         Raises:
@@ -132,7 +132,7 @@ def rates(done: Timed) -> dict[str, Any]:
 def throughput(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
     ratio = args.random_range_ratio
     requests = [
-        Request(bench.tokens(bench.vary(args.input_len, ratio)), bench.vary(args.output_len, ratio))
+        BenchRequest(bench.tokens(bench.vary(args.input_len, ratio)), bench.vary(args.output_len, ratio))
         for _ in range(args.num_prompts)
     ]
     return rates(bench.run(requests))

@@ -20,7 +20,7 @@ from typing import Any
 from tritonllm import env
 from tritonllm.cli.bench_files import check_file, write_report
 from tritonllm.cli.bench_runs import spread
-from tritonllm.cli.bench_serve_client import Ask, Told, model_of, send
+from tritonllm.cli.bench_serve_client import PlannedRequest, Told, model_of, send
 from tritonllm.cli.bench_serve_plot import check_drawing, draw
 from tritonllm.cli.remote import base_of
 from tritonllm.version import __version__
@@ -98,7 +98,7 @@ def add_parser(kinds: Any) -> argparse.ArgumentParser:
     return parser
 
 
-def check(args: argparse.Namespace) -> tuple[list[Ask], dict[str, float]]:
+def check(args: argparse.Namespace) -> tuple[list[PlannedRequest], dict[str, float]]:
     """The requests, and the limits of goodput.
 
     Raises:
@@ -152,7 +152,7 @@ def _limit(text: str) -> tuple[str, float]:
     return name, limit
 
 
-def arrivals(args: argparse.Namespace, chance: random.Random) -> list[Ask]:
+def arrivals(args: argparse.Namespace, chance: random.Random) -> list[PlannedRequest]:
     """Gaps are of a gamma distribution with mean 1 / rate; its shape is the burstiness."""
     asks, at = [], 0.0
 
@@ -161,13 +161,13 @@ def arrivals(args: argparse.Namespace, chance: random.Random) -> list[Ask]:
         return max(1, chance.randint(round(length * (1 - ratio)), round(length * (1 + ratio))))
 
     for _ in range(args.num_prompts):
-        asks.append(Ask(at, vary(args.input_len), vary(args.output_len)))
+        asks.append(PlannedRequest(at, vary(args.input_len), vary(args.output_len)))
         if math.isfinite(args.request_rate):
             at += chance.gammavariate(args.burstiness, 1 / (args.request_rate * args.burstiness))
     return asks
 
 
-def read_trace(path: Path) -> list[Ask]:
+def read_trace(path: Path) -> list[PlannedRequest]:
     """The requests by their time; the first one is at 0, whenever the trace began.
 
     Raises:
@@ -180,7 +180,7 @@ def read_trace(path: Path) -> list[Ask]:
             continue
         try:
             entry = json.loads(line)
-            ask = Ask(entry["timestamp"] / 1e3, int(entry["input_length"]), int(entry["output_length"]))
+            ask = PlannedRequest(entry["timestamp"] / 1e3, int(entry["input_length"]), int(entry["output_length"]))
         except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
             raise ValueError(f"--trace: line {number} needs timestamp, input_length and output_length") from error
         if min(ask.input_len, ask.output_len) < 1 or not 0 <= ask.at < math.inf:
@@ -219,7 +219,7 @@ def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
     return 1 if failed else 0
 
 
-async def _measure(args: argparse.Namespace, asks: Sequence[Ask]) -> tuple[str, list[Told], float]:
+async def _measure(args: argparse.Namespace, asks: Sequence[PlannedRequest]) -> tuple[str, list[Told], float]:
     import aiohttp
 
     chance = random.Random(args.seed)
@@ -235,12 +235,14 @@ async def _measure(args: argparse.Namespace, asks: Sequence[Ask]) -> tuple[str, 
         model = args.model or await model_of(session, base)
         body = {"model": model, "temperature": args.temperature, "ignore_eos": True, "stream": True}
         body |= {"stream_options": {"include_usage": True}, "return_token_ids": True}  # an event for every token
-        first = await send(session, base, {**body, "prompt": prompts[0], "max_tokens": 2}, Ask(0, len(prompts[0]), 2))
+        first = await send(
+            session, base, {**body, "prompt": prompts[0], "max_tokens": 2}, PlannedRequest(0, len(prompts[0]), 2)
+        )
         if first.error is not None:  # and whatever happens only once has happened
             raise RuntimeError(f"the server does not answer: {first.error}")
         begin = time.perf_counter()
 
-        async def one(ask: Ask, prompt: list[int]) -> Told:
+        async def one(ask: PlannedRequest, prompt: list[int]) -> Told:
             await asyncio.sleep(begin + ask.at - time.perf_counter())
             async with room:
                 return await send(session, base, {**body, "prompt": prompt, "max_tokens": ask.output_len}, ask)

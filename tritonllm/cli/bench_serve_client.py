@@ -13,7 +13,7 @@ from tritonllm.cli.remote import UNREADABLE, error_text, first_model, message_of
 
 
 @dataclass(frozen=True)
-class Ask:
+class PlannedRequest:
     """A request: when to send it (seconds after the beginning), and how long it is."""
 
     at: float
@@ -25,7 +25,7 @@ class Ask:
 class Told:
     """What came of a request; times are the client's, in seconds."""
 
-    ask: Ask
+    ask: PlannedRequest
     sent: float = 0.0
     arrivals: list[float] = field(default_factory=list)  # of events with tokens
     output_tokens: int = 0
@@ -72,7 +72,7 @@ async def model_of(session: Any, base: str) -> str:
         raise RuntimeError(f"--base-url: the server does not tell its models: {said}") from error
 
 
-async def send(session: Any, base: str, body: dict[str, Any], ask: Ask) -> Told:
+async def send(session: Any, base: str, body: dict[str, Any], ask: PlannedRequest) -> Told:
     """Stream one completion, and note when each of its events came.
 
     Args:

@@ -193,7 +193,7 @@ def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
         prompts = [chat_prompt(llm, text, args.system) for text in job.texts] if args.chat or args.system else job.texts
     except ValueError as error:  # no chat template, or one that refuses these messages
         args.wrong_usage(str(error))
-    totals = Totals()
+    totals = OutputTotals()
     results = generate(llm.engine, prompts, job, totals)
     status = show(args, job, llm, results, totals)
     if args.expert_load is not None:
@@ -206,7 +206,7 @@ def show(
     job: Job,
     llm: Any,
     results: Iterable[tuple[int, RequestOutput | ValueError]],
-    totals: "Totals",
+    totals: "OutputTotals",
 ) -> int:
     """Print what the prompts bring, while viewers look on, or afterwards; returns the exit status."""
     if not any(isinstance(viewer, Stops) for viewer in job.viewers):
@@ -218,7 +218,10 @@ def show(
 
 
 def answer(
-    args: argparse.Namespace, job: Job, results: Iterable[tuple[int, RequestOutput | ValueError]], totals: "Totals"
+    args: argparse.Namespace,
+    job: Job,
+    results: Iterable[tuple[int, RequestOutput | ValueError]],
+    totals: "OutputTotals",
 ) -> int:
     """Print what the prompts bring; returns the exit status."""
     status = DONE
@@ -258,7 +261,7 @@ def times_of(output: RequestOutput) -> tuple[float, float, float]:
 
 
 @dataclass
-class Totals:
+class OutputTotals:
     """Sums over the requests, for the closing line."""
 
     generated_tokens: int = 0
@@ -284,7 +287,7 @@ class Totals:
 
 
 def generate(
-    engine: Any, prompts: Sequence[Any], job: Job, totals: Totals
+    engine: Any, prompts: Sequence[Any], job: Job, totals: OutputTotals
 ) -> Iterator[tuple[int, RequestOutput | ValueError]]:
     """Run the prompts together.
 

@@ -38,7 +38,7 @@ def _size(header: tuple[bytes, bytes]) -> int:
     return len(header[0]) + len(header[1]) + len(b": \r\n")
 
 
-class Part(Enum):
+class RequestPart(Enum):
     """What of a request comes next."""
 
     BEGINNING = 0
@@ -75,7 +75,7 @@ class _Timed:
 
     @property
     @abstractmethod
-    def _next(self) -> Part:
+    def _next(self) -> RequestPart:
         """What of a request comes next."""
 
     def connection_made(self, transport: Any) -> None:
@@ -114,8 +114,8 @@ class _Timed:
         """Let the client's time run while the next step is its own, and not the application's."""
         if self.transport.is_closing():
             return self._stop_timer()
-        waits = not self._answers and (self._next is not Part.BEGINNING or self.timeout_keep_alive_task is None)
-        if self._next is not Part.HEAD and not waits:
+        waits = not self._answers and (self._next is not RequestPart.BEGINNING or self.timeout_keep_alive_task is None)
+        if self._next is not RequestPart.HEAD and not waits:
             self._stop_timer()
         elif self._timer is None:
             self._timer = self.loop.call_later(self.limits.seconds, self._is_late)
@@ -127,7 +127,7 @@ class _Timed:
 
     def _is_late(self) -> None:
         self._timer = None
-        if self._next is Part.HEAD:
+        if self._next is RequestPart.HEAD:
             self._refuse(408, f"the headers did not arrive within {self.limits.seconds:g} seconds", "header_timeout")
         else:  # nothing has come, or the rest of what was answered
             self.transport.close()
@@ -140,7 +140,7 @@ class _Timed:
         self._stop_timer()
         logger.info("a request was refused with status %d: %s", status, message)
         if self._answers:
-            if self._next is not Part.BODY or self.cycle.response_started or getattr(self, "pipeline", ()):
+            if self._next is not RequestPart.BODY or self.cycle.response_started or getattr(self, "pipeline", ()):
                 self.transport.close()
                 return
             self.cycle.disconnected = True
@@ -198,10 +198,10 @@ class _H11(_Timed, H11Protocol):
         self.conn = _CountedHeaders(self.limits)
 
     @property
-    def _next(self) -> Part:
+    def _next(self) -> RequestPart:
         if self.conn.their_state is h11.IDLE:
-            return Part.HEAD if self.conn.trailing_data[0] else Part.BEGINNING
-        return Part.BODY if self.conn.their_state in (h11.SEND_BODY, h11.ERROR) else Part.BEGINNING
+            return RequestPart.HEAD if self.conn.trailing_data[0] else RequestPart.BEGINNING
+        return RequestPart.BODY if self.conn.their_state in (h11.SEND_BODY, h11.ERROR) else RequestPart.BEGINNING
 
     def send_400_response(self, msg: str) -> None:
         error = sys.exception()
@@ -218,7 +218,7 @@ def _httptools() -> type[_Timed]:
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
     class Httptools(_Timed, HttpToolsProtocol):
-        _next = Part.BEGINNING
+        _next = RequestPart.BEGINNING
         _run = 0  # bytes in a row that were parsed, of which nothing has come to an end
         _size = _count = 0
         _moved = _is_too_large = False
@@ -237,7 +237,7 @@ def _httptools() -> type[_Timed]:
                 raise _TooLargeError
 
         def on_message_begin(self) -> None:
-            self._next, self._size, self._count = Part.HEAD, 0, 0
+            self._next, self._size, self._count = RequestPart.HEAD, 0, 0
             super().on_message_begin()
 
         def on_url(self, url: bytes) -> None:
@@ -251,7 +251,7 @@ def _httptools() -> type[_Timed]:
 
         def on_headers_complete(self) -> None:
             self._add(len(self.parser.get_method()) + LINE)
-            self._next, self._moved = Part.BODY, True
+            self._next, self._moved = RequestPart.BODY, True
             super().on_headers_complete()
 
         def on_body(self, body: bytes) -> None:
@@ -259,7 +259,7 @@ def _httptools() -> type[_Timed]:
             super().on_body(body)
 
         def on_message_complete(self) -> None:
-            self._next, self._moved = Part.BEGINNING, True
+            self._next, self._moved = RequestPart.BEGINNING, True
             super().on_message_complete()
 
         def send_400_response(self, msg: str) -> None:

@@ -13,7 +13,7 @@ from tritonllm.system.lost_hosts import end_when_clients_are_silent
 
 BACKLOG = 2048  # connections that nobody has accepted yet; uvicorn's default
 PORT_IS_TAKEN = ": give another --port, or 0 for a free one"
-LAST_WORDS = 1.0  # seconds in which clients read that their requests are cut off
+CLOSE_DELAY = 1.0  # seconds in which clients read that their requests are cut off
 
 
 def bind_port(host: str, port: int) -> socket.socket:
@@ -103,7 +103,7 @@ class DrainingServer(uvicorn.Server):
     def _cut(self) -> None:
         """End the requests, and soon after that the connections of clients that do not read it."""
         self.end_requests()
-        asyncio.get_running_loop().call_later(LAST_WORDS, self._force)
+        asyncio.get_running_loop().call_later(CLOSE_DELAY, self._force)
 
     def _force(self) -> None:
         self.force_exit = True

@@ -13,7 +13,7 @@ import torch
 from tritonllm.layers.metadata import AttentionMetadata
 
 
-class Tally(NamedTuple):
+class LayerCounter(NamedTuple):
     """Where one layer counts the experts of one step's tokens.
 
     Attributes:
@@ -41,7 +41,7 @@ class ExpertCounts:
         # the last row is of rehearsals: they run real steps once more
         self._counts = torch.zeros(len(experts) + 1, most, dtype=torch.int64, device=device)
 
-    def of_layer(self, place: int, metadata: AttentionMetadata, *, rows: bool, rehearses: bool) -> Tally | None:
+    def of_layer(self, place: int, metadata: AttentionMetadata, *, rows: bool, rehearses: bool) -> LayerCounter | None:
         """What a layer takes for a step; ``None`` if it has no experts.
 
         Args:
@@ -52,7 +52,7 @@ class ExpertCounts:
         if place not in self._places:
             return None
         counts = self._counts[-1 if rehearses else self._places[place]]
-        return Tally(counts[: self._experts[place]], metadata.marks(wanted=rows))
+        return LayerCounter(counts[: self._experts[place]], metadata.marks(wanted=rows))
 
     def reset(self) -> None:
         """Begin at 0 again, behind the steps that were launched."""

@@ -19,8 +19,9 @@ does what it says. A kernel knows what it can take along and for which sizes tha
 
 Tensor parallelism is a trait of a layer: a rank's part of a result is not added to the stream, so it is pending until
 the block that follows sums it up and enters. Up to so many rows as the ranks' GPUs can write to each other's memory
-faster than NCCL (:attr:`Limits.summed`), that is one launch with the addition and the norm. Adapters and narrow weights
-have their place here too: each will be a trait, which :func:`plan_step` turns into another way to add or to normalise.
+faster than NCCL (:attr:`FusionLimits.summed`), that is one launch with the addition and the norm. Adapters and narrow
+weights have their place here too: each will be a trait, which :func:`plan_step` turns into another way to add or to
+normalise.
 """
 
 from collections.abc import Sequence
@@ -136,7 +137,7 @@ class LayerTraits:
 
 
 @dataclass(frozen=True)
-class Limits:
+class FusionLimits:
     """For how many rows a device fuses what.
 
     Attributes:
@@ -152,7 +153,7 @@ class Limits:
     summed: int = -1
 
     @classmethod
-    def of(cls, device: torch.device, summed: int = -1) -> "Limits":
+    def of(cls, device: torch.device, summed: int = -1) -> "FusionLimits":
         return cls(-1 if device.type == "cpu" else MAX_M, rows_that_begin_norms(device), summed=summed)
 
 
@@ -181,7 +182,7 @@ class _Handed(Enum):
 
 
 def plan_step(
-    layers: Sequence[LayerTraits], limits: Limits, rows: int, wanted: int | None = None, *, given: bool = False
+    layers: Sequence[LayerTraits], limits: FusionLimits, rows: int, wanted: int | None = None, *, given: bool = False
 ) -> FusionPlan:
     """Decide a step's fusions.
 
@@ -204,13 +205,13 @@ def plan_step(
     return FusionPlan(tuple(plans), _by_addition(layers[-1], limits, rows if wanted is None else wanted))
 
 
-def _by_addition(layer: LayerTraits, limits: Limits, rows: int) -> NormBy:
+def _by_addition(layer: LayerTraits, limits: FusionLimits, rows: int) -> NormBy:
     """What adds what a layer left pending, and normalises."""
     return NormBy.SUM if layer.partial and layer.rms and rows <= limits.summed else NormBy.ADDITION
 
 
 def _plan_layer(
-    layer: LayerTraits, limits: Limits, rows: int, wanted: int | None, handed: _Handed, last: bool
+    layer: LayerTraits, limits: FusionLimits, rows: int, wanted: int | None, handed: _Handed, last: bool
 ) -> LayerPlan:
     kept = rows if wanted is None else wanted
     if layer.partial:
@@ -250,12 +251,17 @@ class FusionPlanner:
     Args:
         layers: from the first to the last.
         limits: ``None`` asks the device of the first step.
-        summed: without limits, theirs (:attr:`Limits.summed`).
+        summed: without limits, theirs (:attr:`FusionLimits.summed`).
         given: as in :func:`plan_step`.
     """
 
     def __init__(
-        self, layers: Sequence[LayerTraits], limits: Limits | None = None, summed: int = -1, *, given: bool = False
+        self,
+        layers: Sequence[LayerTraits],
+        limits: FusionLimits | None = None,
+        summed: int = -1,
+        *,
+        given: bool = False,
     ) -> None:
         self.layers = tuple(layers)
         self._limits, self._summed, self.given = limits, summed, given
@@ -265,7 +271,7 @@ class FusionPlanner:
     def plan(self, running: Sequence[int], rows: int, wanted: int | None, device: torch.device) -> FusionPlan:
         """The plan of a step of so many ``rows``, of which so many are ``wanted``, through the layers at ``running``
         (hashable), on ``device``."""
-        limits = self._limits = self._limits or Limits.of(device, self._summed)
+        limits = self._limits = self._limits or FusionLimits.of(device, self._summed)
         # beyond its limits, a step's plan depends on its size no more: few plans are kept
         if self._partial:
             rows = _beyond(rows, limits.summed)

@@ -10,13 +10,13 @@ sizes only. What else a step computes, it computes element by element.
 from torch import nn
 
 from tritonllm.layers.attention import Attention
-from tritonllm.layers.fusion import Limits
+from tritonllm.layers.fusion import FusionLimits
 from tritonllm.layers.linear import Embedding, Linear
 from tritonllm.layers.moe import MoE
 from tritonllm.layers.norm import Norm
 
 # Nothing is fused: a plan is the same for every size.
-SEPARATE = Limits(routed=-1)
+SEPARATE = FusionLimits(routed=-1)
 
 
 def make_batch_invariant(model: nn.Module) -> None:

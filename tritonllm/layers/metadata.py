@@ -35,9 +35,9 @@ class AttentionMetadata:
         local: which keys are this rank's, where ranks split them (:mod:`tritonllm.layers.context`); ``None``: all.
         stored: is told of each layer, by number, when the launches that store its keys and values are made; ``None``:
             nobody listens. Of a captured step this is while it is captured.
-        exchange_rows: where engines share experts (:mod:`tritonllm.layers.journey`), room for the rows of a rank in the
-            exchanges of this step: the same number on all ranks, and at least T and R of each. 0: as many as this step
-            has, where all ranks' steps have the same room.
+        exchange_rows: where engines share experts (:mod:`tritonllm.layers.exchanged_rows`), room for the rows of a rank
+            in the exchanges of this step: the same number on all ranks, and at least T and R of each. 0: as many as
+            this step has, where all ranks' steps have the same room.
     """
 
     segments: Segments
@@ -59,7 +59,8 @@ class AttentionMetadata:
 
     def marks(self, *, wanted: bool) -> torch.Tensor:
         """``[T]`` int64, or of the rows that are ``wanted`` of the step ``[R]`` int32: negative in padding; for those
-        who count tokens (:mod:`tritonllm.layers.expert_counts`) or send them (:mod:`tritonllm.layers.journey`)."""
+        who count tokens (:mod:`tritonllm.layers.expert_counts`) or send them
+        (:mod:`tritonllm.layers.exchanged_rows`)."""
         if not wanted:
             return self.slot_mapping
         assert self.row_marks is not None  # `make_batch` sets them

@@ -9,8 +9,8 @@ from torch import nn
 from tritonllm.experts.placement import taken_slots
 from tritonllm.kernels import Weight, count_experts, fused_moe, moe_from_logits, moe_logits, moe_route
 from tritonllm.kernels.dense import row_by_row
-from tritonllm.layers.expert_counts import Tally
-from tritonllm.layers.journey import Journey
+from tritonllm.layers.exchanged_rows import ExchangedRows
+from tritonllm.layers.expert_counts import LayerCounter
 from tritonllm.layers.linear import Linear, linear_float32
 from tritonllm.layers.mlp import MLP, MLPSpec
 from tritonllm.layers.norm import BlockInput, Norm
@@ -96,8 +96,8 @@ class Routed(NamedTuple):
 
     rows: torch.Tensor
     logits: torch.Tensor
-    tally: Tally | None = None
-    journey: Journey | None = None
+    counter: LayerCounter | None = None
+    exchanged: ExchangedRows | None = None
 
 
 def _places(spec: MoESpec, held: range) -> torch.Tensor:
@@ -145,9 +145,11 @@ class MoE(nn.Module):
         if spec.shared_gate:
             self.shared_gate = Linear(hidden_size, 1, bias=False, dtype=dtype, device=device)
 
-    def forward(self, x: BlockInput, tally: Tally | None = None, journey: Journey | None = None) -> Addend:
-        """``[T, hidden]`` -> ``[T, hidden]``, to be added; ``tally`` says where the chosen experts are counted, and
-        ``journey``, where experts are ``exchanged``, how rows get to them.
+    def forward(
+        self, x: BlockInput, counter: LayerCounter | None = None, exchanged: ExchangedRows | None = None
+    ) -> Addend:
+        """``[T, hidden]`` -> ``[T, hidden]``, to be added; ``counter`` says where the chosen experts are counted, and
+        ``exchanged``, where experts are ``exchanged``, how rows get to them.
 
         The router's logits are in float32: two experts that bfloat16 takes for equal would be chosen by their number.
         """
@@ -156,12 +158,12 @@ class MoE(nn.Module):
             columns = self.spec.num_experts if self.batch_invariant else None
             together = self.router.together
             logits = linear_float32(rows.to(weight.data.dtype), weight, bias, columns=columns, together=together)
-            return Addend(self, Routed(rows, logits, tally, journey))
+            return Addend(self, Routed(rows, logits, counter, exchanged))
         norm, spec = x.norm, x.norm.spec
         assert norm.weight is not None
         numbers = {"norm_eps": spec.eps, "norm_weight_offset": spec.weight_offset}
         logits, rows = moe_logits(rows, weight, norm.weight, bias, **numbers, constant_weight=True)
-        return Addend(self, Routed(rows, logits, tally, journey))
+        return Addend(self, Routed(rows, logits, counter, exchanged))
 
     def alone(self, x: Routed) -> torch.Tensor:
         """This and what follows: a block's last product (:class:`~tritonllm.layers.residual.LastProduct`)."""
@@ -202,20 +204,20 @@ class MoE(nn.Module):
             norm = following.spec
             end |= {"norm_weight": following.weight, "norm_eps": norm.eps, "norm_weight_offset": norm.weight_offset}
         weights, bias = (Weight(self.gate_up), Weight(self.down)), self.correction_bias
-        if x.tally is None and x.journey is None:
+        if x.counter is None and x.exchanged is None:
             chosen: dict[str, Any] = {"correction_bias": bias, "routing_scale": spec.scale}
             return moe_from_logits(x.rows, x.logits, *weights, spec.top_k, **chosen, **rule, **experts, **end)
         choice = moe_route(x.logits, spec.top_k, bias=bias, scale=spec.scale, **rule)
-        if x.tally is not None:
-            count_experts(choice[1], x.tally.marks, x.tally.counts)
-        if x.journey is None:
+        if x.counter is not None:
+            count_experts(choice[1], x.counter.marks, x.counter.counts)
+        if x.exchanged is None:
             return fused_moe(x.rows, *weights, *choice, batch_invariant=self.batch_invariant, **experts, **end)
-        return self._exchanged(x.rows, x.journey, choice, experts, residual, scale, following)
+        return self._exchanged(x.rows, x.exchanged, choice, experts, residual, scale, following)
 
     def _exchanged(
         self,
         rows: torch.Tensor,
-        journey: Journey,
+        exchanged: ExchangedRows,
         choice: tuple[torch.Tensor, torch.Tensor],
         experts: dict[str, Any],
         residual: torch.Tensor | None,
@@ -223,10 +225,10 @@ class MoE(nn.Module):
         following: Norm | None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """As :meth:`_sum`, of experts that are here and elsewhere."""
-        exchange, (weights, ids) = journey.exchange, choice
-        sizes = journey.marks, len(self.gate_up), journey.rows
+        exchange, (weights, ids) = exchanged.exchange, choice
+        sizes = exchanged.marks, len(self.gate_up), exchanged.rows
         arrived = exchange.dispatch(rows, weights, ids, *sizes)
-        experts |= {"out": exchange.parts(journey.rows, rows)}
+        experts |= {"out": exchange.parts(exchanged.rows, rows)}
         parts = fused_moe(arrived.x, Weight(self.gate_up), Weight(self.down), arrived.weights, arrived.ids, **experts)
         assert isinstance(parts, torch.Tensor)
         if residual is None:

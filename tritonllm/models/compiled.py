@@ -40,21 +40,21 @@ INDUCTOR: dict[str, str | int | bool | Callable[..., Any]] = {"loop_ordering_aft
 MOST_GRAPHS = 64  # torch's own limit, 8, is against programs that compile for ever
 
 
-class Bound(NamedTuple):
+class AttentionInputs(NamedTuple):
     """What attention reads of a step, and the graph does not."""
 
     metadata: AttentionMetadata
     kv_cache: Sequence[KVCacheView]
 
 
-class Parts(Protocol):
+class ModelParts(Protocol):
     """A model taken apart: its attention, and a step around an operator in attention's place."""
 
     writes: tuple[str, ...]  # arguments of the operator that attention overwrites
     takes_rows: bool  # the step returns only the rows that are wanted
     device: torch.device
 
-    def attend(self, step: Bound, *args: Any) -> torch.Tensor:
+    def attend(self, step: AttentionInputs, *args: Any) -> torch.Tensor:
         """What the operator computes."""
 
     @property
@@ -80,7 +80,7 @@ class _DecoderParts:
         self._attend = [attention.attend for attention in self._attentions]
         self._columns: list[int] = [attention.o.weight.shape[1] for attention in self._attentions]
 
-    def attend(self, step: Bound, *args: Any) -> torch.Tensor:
+    def attend(self, step: AttentionInputs, *args: Any) -> torch.Tensor:
         *tensors, layer = args
         out: torch.Tensor = self._attend[layer](*tensors, step.metadata, step.kv_cache[layer])
         if step.metadata.stored is not None:
@@ -130,7 +130,7 @@ class _TransformersParts:
         self.takes_rows = False
         self.device = next(model.parameters()).device
 
-    def attend(self, step: Bound, *args: Any) -> torch.Tensor:
+    def attend(self, step: AttentionInputs, *args: Any) -> torch.Tensor:
         return PagedStep(*step, self._model.windows).attend(*args)
 
     def result(
@@ -178,7 +178,7 @@ class CompiledModel:
         self._model = model
         self.dtype, self.supports_graphs = model.dtype, model.supports_graphs
         self._parts = _parts_of(model)
-        self._bound: Bound | None = None  # of the step that runs
+        self._bound: AttentionInputs | None = None  # of the step that runs
         self._missed = False  # a step has fitted no graph
         run, weak = self._parts.step(self._define()), ref(self)
 
@@ -272,7 +272,7 @@ class CompiledModel:
         """Run one step, as :meth:`~tritonllm.models.decoder.Decoder.forward`; never compiles."""
         inside = rows if self._parts.takes_rows else None
         plan = self._parts.kind(len(positions), None if inside is None else len(inside))[0]
-        self._bound = Bound(metadata, kv_cache)
+        self._bound = AttentionInputs(metadata, kv_cache)
         try:
             with torch.compiler.set_stance("eager_on_recompile"):
                 hidden: torch.Tensor = self._step(plan, input_ids.int(), positions, inside)
@@ -311,7 +311,7 @@ def _note_missed(model: CompiledModel | None, ids: torch.Tensor) -> None:
         )
 
 
-def _parts_of(model: CausalLM) -> Parts:
+def _parts_of(model: CausalLM) -> ModelParts:
     if isinstance(model, TransformersDecoder):
         return _TransformersParts(model)
     assert isinstance(model, Decoder)

@@ -12,11 +12,11 @@ from tritonllm.dist.exchange import NO_EXCHANGE, Exchange
 from tritonllm.dist.group import ALONE, Group, share_of
 from tritonllm.kernels import ROW_UNIT, SHARD_UNIT, cap_logits, decode_short_keys
 from tritonllm.layers.context import with_local_keys
+from tritonllm.layers.exchanged_rows import ExchangedRows
 from tritonllm.layers.expert_counts import ExpertCounts
 from tritonllm.layers.fusion import FusionPlan, FusionPlanner
 from tritonllm.layers.head import Head
 from tritonllm.layers.invariance import SEPARATE, make_batch_invariant
-from tritonllm.layers.journey import Journey
 from tritonllm.layers.linear import Embedding, Linear, put_beside
 from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
 from tritonllm.layers.norm import Norm
@@ -245,13 +245,13 @@ class Decoder(nn.Module):
             table = self._tables[self._table_of_layer[place]]
             if place in before:
                 states[place] = stream.settled()
-            tally, travels, last = None, None, wanted is not None
+            counter, travels, last = None, None, wanted is not None
             if self.expert_counts is not None:
-                tally = self.expert_counts.of_layer(place, metadata, rows=last, rehearses=self._rehearses)
+                counter = self.expert_counts.of_layer(place, metadata, rows=last, rehearses=self._rehearses)
             if self.exchange.size > 1:
-                travels = Journey(self.exchange, room, metadata.marks(wanted=last))
+                travels = ExchangedRows(self.exchange, room, metadata.marks(wanted=last))
             batch = positions, table, metadata, kv_cache[place]
-            self.layers[place](stream, how, *batch, wanted, following, tally, travels)
+            self.layers[place](stream, how, *batch, wanted, following, counter, travels)
             if stored is not None:
                 stored(place)
         return stream.enter(self.norm, plan.last_norm).rows, [states[place] for place in before]

@@ -8,9 +8,9 @@ from torch import nn
 from tritonllm.dist.group import ALONE, Group
 from tritonllm.kernels.dense.arguments import HEAVY
 from tritonllm.layers.attention import Attention
-from tritonllm.layers.expert_counts import Tally
+from tritonllm.layers.exchanged_rows import ExchangedRows
+from tritonllm.layers.expert_counts import LayerCounter
 from tritonllm.layers.fusion import LayerPlan, LayerTraits
-from tritonllm.layers.journey import Journey
 from tritonllm.layers.linear import Linear
 from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
 from tritonllm.layers.mlp import MLP, MLPSpec
@@ -90,8 +90,8 @@ class DecoderLayer(nn.Module):
         kv_cache: KVCacheView,
         rows: torch.Tensor | None = None,
         following: Norm | None = None,
-        tally: Tally | None = None,
-        journey: Journey | None = None,
+        counter: LayerCounter | None = None,
+        exchanged: ExchangedRows | None = None,
     ) -> None:
         """Read the stream and add to it.
 
@@ -99,8 +99,8 @@ class DecoderLayer(nn.Module):
             plan: which launches normalise and add.
             rows: those with which the stream goes on after all tokens were attended to; ``None`` for all.
             following: the norm with which the next layer begins.
-            tally: where the experts that tokens choose are counted, if there are any.
-            journey: how rows get to experts on other ranks, if there are any.
+            counter: where the experts that tokens choose are counted, if there are any.
+            exchanged: how rows get to experts on other ranks, if there are any.
         """
         x = stream.enter(self.attention_norm, plan.attention_norm)
         if rows is not None:
@@ -115,7 +115,7 @@ class DecoderLayer(nn.Module):
             x = stream.enter(self.mlp_norm, plan.mlp_norm)
         elif rows is not None:
             x = BlockInput(x.rows.index_select(0, rows))
-        addend = self.mlp(x, tally, journey) if isinstance(self.mlp, MoE) else self.mlp(x)
+        addend = self.mlp(x, counter, exchanged) if isinstance(self.mlp, MoE) else self.mlp(x)
         stream.add(addend, plan.mlp_add, after=self.mlp_post_norm, following=following)
 
 

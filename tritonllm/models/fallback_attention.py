@@ -130,7 +130,7 @@ class LayerCall:
 
 
 @dataclass
-class Recording:
+class RecordedCalls:
     """The calls that a forward pass makes of ``PROBE``, in their order."""
 
     calls: list[LayerCall] = field(default_factory=list)
@@ -185,7 +185,7 @@ def _probe(
     value: torch.Tensor,
     attention_mask: Mask | None = None,
     *,
-    paged_step: Recording | None = None,
+    paged_step: RecordedCalls | None = None,
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,

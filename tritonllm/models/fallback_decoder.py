@@ -11,7 +11,7 @@ from torch import nn
 
 from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
 from tritonllm.layers.segments import Segment, Segments, decodes
-from tritonllm.models.fallback_attention import PAGED, PROBE, LayerCall, PagedStep, Recording
+from tritonllm.models.fallback_attention import PAGED, PROBE, LayerCall, PagedStep, RecordedCalls
 
 # Of each of the probe's two sequences: a token, a chunk, a decode.
 PROBE_TOKENS = 6
@@ -100,11 +100,11 @@ class TransformersDecoder(nn.Module):
         hidden = self.run(input_ids, positions, PagedStep(metadata, kv_cache, self.windows))
         return hidden if rows is None else hidden[rows]
 
-    def run(self, input_ids: torch.Tensor, positions: torch.Tensor, step: PagedStep | Recording) -> torch.Tensor:
+    def run(self, input_ids: torch.Tensor, positions: torch.Tensor, step: PagedStep | RecordedCalls) -> torch.Tensor:
         """``[T, hidden]`` of all tokens; ``step`` is what attention gets."""
         return self._base_output(input_ids, positions, step).last_hidden_state[0]
 
-    def _base_output(self, input_ids: torch.Tensor, positions: torch.Tensor, step: PagedStep | Recording) -> Any:
+    def _base_output(self, input_ids: torch.Tensor, positions: torch.Tensor, step: PagedStep | RecordedCalls) -> Any:
         return self.base(
             input_ids=input_ids.long()[None], position_ids=positions[None], use_cache=False, paged_step=step
         )
@@ -130,7 +130,7 @@ class TransformersDecoder(nn.Module):
         tokens = min(PROBE_TOKENS, max_model_len)
         ids = (torch.arange(2 * tokens, device=device) * 7 % spec.vocab_size).view(2, tokens)
         lm.set_attn_implementation(PROBE)
-        recording = Recording()
+        recording = RecordedCalls()
         output = self._base_output(ids[0], torch.arange(tokens, device=device), recording)
         heads, head_size = common_shape(recording.calls, spec.num_layers)
         masks = {call.layer: call.mask for call in recording.calls}

@@ -33,7 +33,7 @@ from tritonllm.engine.data.stats import EngineStats
 from tritonllm.engine.loop.engine import STEP_FAILED
 from tritonllm.engine.text.pooling import PoolingAbility
 from tritonllm.experts.load import ExpertLoad
-from tritonllm.offline.interface import RefusedError, RequestParams
+from tritonllm.offline.interface import RequestParams, RequestRefusedError
 from tritonllm.serve.engines.async_llm import AsyncLLM
 from tritonllm.serve.engines.engine_client import EngineDeadError
 from tritonllm.serve.engines.messages import PoolingFacts, Stats
@@ -174,7 +174,7 @@ class Engines:
         if isinstance(error, EngineDeadError):
             self._check_alive()
         if isinstance(error, ValueError):
-            raise RefusedError(request_id, str(error)) from error
+            raise RequestRefusedError(request_id, str(error)) from error
         if error is not None:
             raise error
         output = result.result()

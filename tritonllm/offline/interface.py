@@ -17,7 +17,7 @@ from tritonllm.experts.load import ExpertLoad
 RequestParams = SamplingParams | BeamSearchParams | PoolingParams
 
 
-class RefusedError(ValueError):
+class RequestRefusedError(ValueError):
     """An engine in another process did not take a request.
 
     Args:

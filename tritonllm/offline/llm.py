@@ -22,7 +22,7 @@ from tritonllm.engine.loop.engine import LLMEngine
 from tritonllm.engine.loop.metrics import Metric, metrics_of
 from tritonllm.engine.text.chat import ChatOptions, Message, render
 from tritonllm.experts.load import ExpertLoad
-from tritonllm.offline.interface import OfflineEngine, RefusedError
+from tritonllm.offline.interface import OfflineEngine, RequestRefusedError
 from tritonllm.offline.pooling import PoolingMethods, Progress
 from tritonllm.offline.profiles import ProfileMethods
 
@@ -272,7 +272,7 @@ class LLM(PoolingMethods, ProfileMethods):
                     raise ValueError(f"{where}{name} must be {kind.__name__}, got {type(wish).__name__}")
                 self._add(where, request_id, prompt, wish, order)
             outputs = self._run(len(ids), use_tqdm)
-        except RefusedError as error:
+        except RequestRefusedError as error:
             self._engine.abort_request(ids)
             where = f"prompts[{ids.index(error.request_id)}]: " if len(batch) > 1 else ""
             raise ValueError(f"{where}{error}") from error

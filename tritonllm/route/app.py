@@ -16,7 +16,7 @@ from tritonllm.http.errors import RouteError
 from tritonllm.http.guard import Keys, RefusedError, receive_body, request_id_of
 from tritonllm.http.reply import Receive, Reply, Send, end_to_end
 from tritonllm.route.config import NEEDS_RESTART, RouterConfig
-from tritonllm.route.metrics import Metrics
+from tritonllm.route.metrics import RouterMetrics
 from tritonllm.route.pool import Pool
 from tritonllm.route.probe import Prober
 from tritonllm.route.proxy import Proxy
@@ -43,7 +43,7 @@ class Router:
     def __init__(self, config: RouterConfig) -> None:
         self.config = config
         self.pool = Pool(config)
-        self.metrics = Metrics(self.pool)
+        self.metrics = RouterMetrics(self.pool)
         self.draining = False
         self._running = 0
         self._answering: set[asyncio.Task[str]] = set()

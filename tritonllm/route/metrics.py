@@ -30,7 +30,7 @@ class _Gauges(Collector):
             yield family
 
 
-class Metrics:
+class RouterMetrics:
     """Args:
     pool: whose load is shown.
     """

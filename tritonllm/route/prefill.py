@@ -18,7 +18,7 @@ import msgspec
 from tritonllm.http.ask import Ask, length
 from tritonllm.http.errors import RouteError
 from tritonllm.route.cause import cause_of
-from tritonllm.route.metrics import Metrics
+from tritonllm.route.metrics import RouterMetrics
 from tritonllm.route.pool import Pool
 from tritonllm.route.upstream import Failure, Opened, Upstream, read_rest
 
@@ -88,7 +88,7 @@ class Prefill:
     metrics: learns how long it took, and what came of it.
     """
 
-    def __init__(self, pool: Pool, upstream: Upstream, metrics: Metrics) -> None:
+    def __init__(self, pool: Pool, upstream: Upstream, metrics: RouterMetrics) -> None:
         self._pool, self._upstream, self._metrics = pool, upstream, metrics
         self._config, self._told = pool.config, set[str]()  # what was said under this configuration, by its text
 

@@ -19,7 +19,7 @@ from tritonllm.route.backend import Backend
 from tritonllm.route.budget import RetryBudget
 from tritonllm.route.cause import Cause, cause_of
 from tritonllm.route.config import RouterConfig
-from tritonllm.route.metrics import Metrics
+from tritonllm.route.metrics import RouterMetrics
 from tritonllm.route.pool import Pool
 from tritonllm.route.prefill import Prefill
 from tritonllm.route.upstream import Failure, Opened, Upstream, answer_headers
@@ -40,7 +40,7 @@ class Proxy:
     metrics: of the router.
     """
 
-    def __init__(self, pool: Pool, session: aiohttp.ClientSession, metrics: Metrics) -> None:
+    def __init__(self, pool: Pool, session: aiohttp.ClientSession, metrics: RouterMetrics) -> None:
         self._pool, self._metrics = pool, metrics
         self._upstream = Upstream(session, metrics)
         self._prefill = Prefill(pool, self._upstream, metrics)

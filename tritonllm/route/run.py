@@ -21,7 +21,7 @@ from tritonllm.route.reload import ConfigFile
 logger = logging.getLogger(__name__)
 
 
-class Server(DrainingServer):
+class RouterServer(DrainingServer):
     """Ends with status 0 when SIGINT or SIGTERM comes; a second signal does not wait for the requests."""
 
     def __init__(self, config: uvicorn.Config, router: Router, file: ConfigFile | None) -> None:
@@ -98,6 +98,6 @@ def route(config: RouterConfig, path: Path | None = None, overrides: Mapping[str
         host = f"[{config.host}]" if ":" in config.host else config.host
         where = f"{'https' if config.ssl_certfile else 'http'}://{host}:{sock.getsockname()[1]}"
         logger.info("routing to %s on %s", ", ".join(backend.label for backend in config.backends), where)
-        Server(settings_of(router, config), router, file).run(sockets=[sock])
+        RouterServer(settings_of(router, config), router, file).run(sockets=[sock])
     logger.info("stopped")
     return 0

@@ -15,7 +15,7 @@ from tritonllm.http.reply import end_to_end
 from tritonllm.route.backend import Backend
 from tritonllm.route.cause import Cause, cause_of
 from tritonllm.route.config import RouterConfig
-from tritonllm.route.metrics import Metrics
+from tritonllm.route.metrics import RouterMetrics
 
 logger = logging.getLogger(__name__)
 REFUSALS = (429, 503)  # nothing was done for the request
@@ -102,7 +102,7 @@ class Upstream:
     metrics: learns of each answer and failure.
     """
 
-    def __init__(self, session: aiohttp.ClientSession, metrics: Metrics) -> None:
+    def __init__(self, session: aiohttp.ClientSession, metrics: RouterMetrics) -> None:
         self._session, self._metrics = session, metrics
         self.waiting: dict[Backend, set[Waiting]] = {}
 

@@ -79,7 +79,7 @@ class Gate:
                 self._next = max(self._next, time.monotonic() - 1 / self.speed) + 1 / self.speed
 
 
-class Recorder:
+class ActivityRecorder:
     """A sink of events that costs the engine's thread next to nothing: they wait until somebody looks.
 
     Args:

@@ -37,7 +37,7 @@ KERNEL_STEPS = 64
 NAMED = 12  # prompts, and requests that lost their blocks, that a step names
 
 
-class Step:
+class TracedStep:
     """A step on its way.
 
     Attributes:
@@ -109,7 +109,7 @@ class Trace:
         self._clock = Clock(time.monotonic())
         self._tracks = RequestTracks(self._file, self._clock, (ENGINE, DEVICE))
         self._kernels = KernelRecorder(kernel_steps)
-        self._steps: dict[int, Step] = {}
+        self._steps: dict[int, TracedStep] = {}
         self._host = self._device = 0  # where their tracks end, in ticks
         self._counters: dict[str, Mapping[str, float]] = {}
         self._copied = {"copied": 0, "stored": 0, "loaded": 0}
@@ -194,7 +194,7 @@ class Trace:
         self._on_host("plan", event.time, event.seconds, {"step": event.step})
         at = self._clock.ticks(event.time)
         self._tracks.preempted(event.preempted, at)
-        self._steps[event.step] = Step(event, self._tracks.planned(event.parts, at))
+        self._steps[event.step] = TracedStep(event, self._tracks.planned(event.parts, at))
         used = event.num_blocks - event.num_free_blocks
         self._count("blocks", at, {"used": used, "free": event.num_free_blocks})
         self._count("cached blocks", at, {"cached": event.num_cached_blocks})
@@ -236,7 +236,7 @@ class Trace:
         elif self._steps_seen == self._max_steps:
             self._end(f"it has seen its {self._max_steps} steps (max_iterations)")
 
-    def _on_device(self, step: Step, event: StepFinished, begin: int, end: int) -> None:
+    def _on_device(self, step: TracedStep, event: StepFinished, begin: int, end: int) -> None:
         facts, new, drafts, accepted = step.facts, 0, 0, 0
         for tokens in event.tokens:
             new += len(tokens.token_ids)

@@ -19,7 +19,7 @@ CHUNK = 256 << 20  # bytes that are mapped, and kept on the host, as one; a powe
 ALIGNMENT = 512  # of tensors, as torch's own allocator has it
 
 
-class Pages(Protocol):
+class DevicePages(Protocol):
     """A range of addresses; offsets and sizes are multiples of ``granularity``, as far as the range goes."""
 
     granularity: int
@@ -175,7 +175,7 @@ def _free(driver: Any, device: torch.device, base: int, size: int, pieces: dict[
     driver.cuMemAddressFree(ctypes.c_ulonglong(base), ctypes.c_size_t(size))
 
 
-def pages_on(device: torch.device, size: int) -> Pages:
+def pages_on(device: torch.device, size: int) -> DevicePages:
     return CudaPages(size, device) if device.type == "cuda" else HostPages(size)
 
 
@@ -189,7 +189,7 @@ class Arena:
         chunk: bytes that are mapped as one.
     """
 
-    def __init__(self, size: int, device: torch.device, pages: Pages | None = None, chunk: int = CHUNK) -> None:
+    def __init__(self, size: int, device: torch.device, pages: DevicePages | None = None, chunk: int = CHUNK) -> None:
         self._size, self._chunk = max(size, 1), chunk
         self._pages = pages_on(device, self._size) if pages is None else pages
         if chunk % self._pages.granularity:

@@ -73,7 +73,7 @@ class HostCopies:
         # blocks that leave layer by layer; the CPU, which copies at once, has no launches to save
         self._least = -(-STREAMED_BYTES // block_bytes) if device.type == "cuda" else 0
         try:
-            self._parts = [_Part.of(pool, num_slots, 0 if on_device else self._staged, on_device) for pool in pools]
+            self._parts = [_CopyPart.of(pool, num_slots, 0 if on_device else self._staged, on_device) for pool in pools]
         except torch.OutOfMemoryError as error:
             if not on_device:
                 raise
@@ -285,7 +285,7 @@ class HostCopies:
                 yield both[start : start + self._staged, 1].tolist(), blocks[start : start + self._staged]
 
 
-class _Part(NamedTuple):
+class _CopyPart(NamedTuple):
     """Of one model.
 
     Attributes:
@@ -299,7 +299,7 @@ class _Part(NamedTuple):
     host: torch.Tensor
 
     @classmethod
-    def of(cls, pool: torch.Tensor, num_slots: int, staged: int, on_device: bool) -> "_Part":
+    def of(cls, pool: torch.Tensor, num_slots: int, staged: int, on_device: bool) -> "_CopyPart":
         rows = pool.flatten(3).flatten(0, 1)
         shape = rows.shape[0], rows.shape[2]
         place = "cpu" if pool.is_cuda and not on_device else pool.device

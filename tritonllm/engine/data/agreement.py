@@ -79,7 +79,7 @@ class Evidence:
         return Sums(self.number, values)
 
 
-class Witness:
+class AgreementSampler:
     """Takes evidence of every :data:`EVERY`-th step, from the first one on.
 
     Args:

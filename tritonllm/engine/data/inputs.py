@@ -7,7 +7,16 @@ import numpy as np
 import torch
 
 from tritonllm.engine.data.step import SharedPrefix, Step
-from tritonllm.engine.data.step_inputs import ALIGNMENT, COLUMNS, PARAMETERS, Room, Span, StepInputs, layout_of, place
+from tritonllm.engine.data.step_inputs import (
+    ALIGNMENT,
+    COLUMNS,
+    PARAMETERS,
+    Span,
+    StepInputs,
+    StepRoom,
+    layout_of,
+    place,
+)
 from tritonllm.kernels import CascadePlan
 from tritonllm.kernels.attention.cascade import cascade_parts
 from tritonllm.kernels.sampling.seats import SamplingRows
@@ -54,7 +63,7 @@ class Batch:
 
 def make_batch(
     memory: torch.Tensor,
-    room: Room,
+    room: StepRoom,
     block_tables: torch.Tensor,
     max_decode_len: int | None,
     cascade: CascadePlan | None,
@@ -99,15 +108,15 @@ def host_bytes(size: int, device: torch.device) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
-class Inbox:
+class StepInbox:
     """What a room holds of a step, on the device, and where the host puts it together.
 
     Args:
         room: for steps.
-        memory: uint8, of which it takes the first bytes (:class:`~tritonllm.engine.data.step_inputs.Layout`).
+        memory: uint8, of which it takes the first bytes (:class:`~tritonllm.engine.data.step_inputs.StepLayout`).
     """
 
-    def __init__(self, room: Room, memory: torch.Tensor) -> None:
+    def __init__(self, room: StepRoom, memory: torch.Tensor) -> None:
         layout = layout_of(room)
         self._room, self._there = room, memory[: layout.sent]
         self._here = np.empty(layout.sent, dtype=np.uint8)
@@ -199,8 +208,8 @@ def upload_step(
         rows: room for sequences that are sampled from, of which the step's own are the first.
         max_decode_len: see :class:`~tritonllm.layers.metadata.AttentionMetadata`.
     """
-    room = Room(step.segments, rows)
+    room = StepRoom(step.segments, rows)
     memory = torch.empty(layout_of(room).size, dtype=torch.uint8, device=device)
-    Inbox(room, memory).send(step)
+    StepInbox(room, memory).send(step)
     tables = upload_one(step.block_tables, device)
     return make_batch(memory, room, tables, max_decode_len, upload_cascade(step, block_size, device))

@@ -10,7 +10,7 @@ from tritonllm.config.sampling_params import SamplingParams
 from tritonllm.engine.data.copy_batches import Fills, Transfers
 from tritonllm.engine.data.edits import SeatEdits
 from tritonllm.engine.data.pooled_spans import PooledSpan
-from tritonllm.engine.data.step_inputs import Room, SamplingParameters, StepInputs
+from tritonllm.engine.data.step_inputs import SamplingParameters, StepInputs, StepRoom
 from tritonllm.layers.segments import Segments
 
 
@@ -195,9 +195,9 @@ class Step:
         return len(self.inputs.logit_rows)
 
     @property
-    def size(self) -> Room:
+    def size(self) -> StepRoom:
         """How much of everything it has."""
-        return Room(self.segments, self.num_rows)
+        return StepRoom(self.segments, self.num_rows)
 
     @property
     def all_sampled(self) -> bool:

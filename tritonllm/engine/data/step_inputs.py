@@ -113,7 +113,7 @@ _arrays_of = attrgetter(*COLUMNS)  # of a step
 PARAMETERS = _columns(SamplingParameters)
 
 
-class Room(NamedTuple):
+class StepRoom(NamedTuple):
     """How much of everything a step has, or a captured step has room for.
 
     Attributes:
@@ -161,7 +161,7 @@ def arrays_in(memory: np.ndarray, spans: Mapping[str, Span]) -> dict[str, np.nda
     return {name: memory[at:end].view(dtype) for name, (at, end, dtype) in spans.items()}
 
 
-class Layout:
+class StepLayout:
     """Where the arrays of a step lie in one piece of memory, so that one copy takes them all.
 
     Attributes:
@@ -171,7 +171,7 @@ class Layout:
         size: bytes of all.
     """
 
-    def __init__(self, room: Room) -> None:
+    def __init__(self, room: StepRoom) -> None:
         self.spans, self.sent = spans_of(COLUMNS, {name: room.count(column.per) for name, column in COLUMNS.items()})
         self.rows, self.size = spans_of(PARAMETERS, dict.fromkeys(PARAMETERS, room.rows), self.sent)
 
@@ -181,11 +181,11 @@ class Layout:
 
 
 @lru_cache(maxsize=256)  # of captured steps; others come in all sizes
-def layout_of(room: Room) -> Layout:
-    return Layout(room)
+def layout_of(room: StepRoom) -> StepLayout:
+    return StepLayout(room)
 
 
-def place(inputs: StepInputs[np.ndarray], size: Room, into: StepInputs[np.ndarray], room: Room) -> None:
+def place(inputs: StepInputs[np.ndarray], size: StepRoom, into: StepInputs[np.ndarray], room: StepRoom) -> None:
     """Write every element of the arrays of a step, whose size ``room`` holds: each segment, and padding up to the next.
 
     The padded prompt tokens are dealt out to chunks that are not there, at least one: they read whatever lies in

@@ -270,7 +270,7 @@ class _Writer:
         ]
         comma = self._around("{", "}", depth)[1]
         most = schema.get("maxProperties")
-        places = _Places(
+        places = _SchemaPlaces(
             self._rules, comma, members, " | ".join(extras), int(schema.get("minProperties", 0)), most and int(most)
         )
         if most == 0:
@@ -320,7 +320,7 @@ class _Writer:
         return root
 
 
-class _Places:
+class _SchemaPlaces:
     """The places in an object: which properties are behind it, and how many there are before it if that counts.
 
     Args:

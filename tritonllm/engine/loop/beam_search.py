@@ -34,7 +34,7 @@ from tritonllm.engine.data.outputs import (
 from tritonllm.engine.data.request import Request, RequestStatus
 from tritonllm.engine.data.results import TokenLogprobs
 from tritonllm.engine.schedule.scheduler import Scheduler
-from tritonllm.engine.text.detokenizer import IncrementalDetokenizer, Words
+from tritonllm.engine.text.detokenizer import IncrementalDetokenizer, TokenTexts
 from tritonllm.engine.text.input_processor import InputProcessor, TokenizedPrompt
 from tritonllm.engine.text.output_processor import RequestState, SequenceOutput
 
@@ -201,7 +201,7 @@ class BeamState(RequestState):
     search: BeamSearch
     scheduler: Scheduler
     tokenizer: Any
-    words: Words
+    words: TokenTexts
     beams: list[Beam] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
 

@@ -11,7 +11,7 @@ from tritonllm.engine.data.results import StepResult, TokenLogprobs
 from tritonllm.engine.loop.announcer import Announcer, Sequences
 from tritonllm.engine.schedule.scheduler import Scheduler
 from tritonllm.engine.schedule.speculation import DraftCounts, count_positions
-from tritonllm.engine.text.detokenizer import Words
+from tritonllm.engine.text.detokenizer import TokenTexts
 from tritonllm.engine.text.output_processor import RequestState
 from tritonllm.engine.text.pooling import PoolingState
 
@@ -34,7 +34,7 @@ class Delivery:
         drafts: what became of drafts.
     """
 
-    def __init__(self, scheduler: Scheduler, sequences: Sequences, words: Words, events: Announcer) -> None:
+    def __init__(self, scheduler: Scheduler, sequences: Sequences, words: TokenTexts, events: Announcer) -> None:
         self._scheduler, self._sequences, self._words, self._events = scheduler, sequences, words, events
         self.generated_tokens = self.forced_tokens = 0
         self.drafts = DraftCounts()

@@ -35,7 +35,7 @@ from tritonllm.engine.loop.delivery import Delivery
 from tritonllm.engine.loop.expert_load import ExpertLoadMethods
 from tritonllm.engine.loop.in_flight import InFlight
 from tritonllm.engine.loop.new_requests import NewRequests, check_call
-from tritonllm.engine.loop.readiness import HARDLY, Unscheduled
+from tritonllm.engine.loop.readiness import BRIEF_WAIT, Unscheduled
 from tritonllm.engine.loop.sleep import SleepMethods
 from tritonllm.engine.loop.unfinished import Unfinished
 from tritonllm.engine.ranks.backends import ranks_of
@@ -302,7 +302,7 @@ class LLMEngine(SleepMethods, ExpertLoadMethods):
             if self.lockstep is None:
                 self._unscheduled.wait()
             elif not self.lockstep.is_behind:
-                self._unscheduled.wait(HARDLY)
+                self._unscheduled.wait(BRIEF_WAIT)
         if self._transfer is not None:
             self._transfer.follow(time.monotonic())
         failed = []

@@ -9,11 +9,11 @@ from typing import NamedTuple
 from tritonllm.engine.text.output_processor import RequestState
 
 logger = logging.getLogger(__name__)
-HARDLY = 2e-4  # seconds, where other engines may want to take a step with this one
+BRIEF_WAIT = 2e-4  # seconds, where other engines may want to take a step with this one
 LONGEST_WAIT = 0.05  # seconds that a step waits for one of them when nothing else is to do
 
 
-class Ready(NamedTuple):
+class ReadyRequest(NamedTuple):
     """A request that waits no more, and what went wrong with its grammar."""
 
     state: RequestState
@@ -57,14 +57,14 @@ class Unscheduled:
         elif not any(_is_ready(state) for state in states):
             time.sleep(min(1e-3, seconds))
 
-    def ready(self) -> list[Ready]:
+    def ready(self) -> list[ReadyRequest]:
         """Those that have all they waited for; they are here no more."""
         found = []
         for state in [state for state in self._states.values() if _is_ready(state)]:
             del self._states[state.request_id]
             error = None if state.grammar is None else state.grammar.exception()
             text = None if error is None else f"structured_outputs could not be compiled: {_words(error)}"
-            found.append(Ready(state, text))
+            found.append(ReadyRequest(state, text))
         return found
 
 

@@ -34,7 +34,7 @@ START_PATIENCE = 1800.0  # seconds that a collective may take: the first ones wa
 SPIN = 0.05  # seconds that a worker of a GPU waits for a step without a sleep, as rank 0 does for its results
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """Where a rank is.
 
     Attributes:
@@ -56,14 +56,14 @@ def run_worker(config: EngineConfig, rank: int, port: int, mailbox: Mailbox, rep
 
     Args:
         config: of the engine, as the user gave it.
-        rank, port: see :class:`Place`.
+        rank, port: see :class:`RankPlace`.
         mailbox: brings steps as bytes; an empty message ends the process.
         reports: gets a :class:`Report` when the rank meets the others, when it is ready, and if it fails.
     """
     tqdm.set_lock(threading.RLock())  # its own would be a semaphore, which is left over when the process is killed
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal: the parent decides
     parent_watch(lambda: os._exit(PARENT_DIED))
-    place, reader, ready = Place(rank, port), rank - 1, False
+    place, reader, ready = RankPlace(rank, port), rank - 1, False
     threading.Thread(target=_beat, args=(mailbox, reader), name="tritonllm-beat", daemon=True).start()
     try:
 

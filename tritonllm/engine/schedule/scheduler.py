@@ -1,5 +1,5 @@
 """Decides what runs in each step: host-only bookkeeping over one token budget and one pool of blocks. No torch.
-What happens to a request that begins, gives way or ends is in :mod:`tritonllm.engine.schedule.roster`.
+What happens to a request that begins, gives way or ends is in :mod:`tritonllm.engine.schedule.scheduled_requests`.
 
 A policy is a sort key (:attr:`Request.order`): arrival for ``fcfs``, priority and then arrival for ``priority``.
 ``_running`` is sorted by it and ``_waiting`` is a heap over it, so there is one algorithm for both. A step serves the
@@ -59,11 +59,11 @@ from tritonllm.engine.schedule.endings import cut
 from tritonllm.engine.schedule.gang import fork, last_gang, parent_in
 from tritonllm.engine.schedule.giving_way import first_behind, most_blocks, who_gives_way
 from tritonllm.engine.schedule.host_tier import HostTier
+from tritonllm.engine.schedule.micro_batches import MicroBatches
 from tritonllm.engine.schedule.prefix_cache import PrefixCache
 from tritonllm.engine.schedule.prompt_budget import PromptShare
-from tritonllm.engine.schedule.roster import Roster
+from tritonllm.engine.schedule.scheduled_requests import ScheduledRequests
 from tritonllm.engine.schedule.speculation import Drafting
-from tritonllm.engine.schedule.turns import Turns
 from tritonllm.events import AdmissionEnd
 
 _A_BLOCK = Demand((), 1)  # is left for a sequence that forks
@@ -106,20 +106,20 @@ class Scheduler:
         beyond = 2 * self._drafting.most + MOST_FORCED  # one more token
         self._most_new_blocks = 1 + -(-beyond // cache.block_size)  # of a running request in a step
         self.tier = tier
-        self._turns = Turns(stages)
+        self._micro_batches = MicroBatches(stages)
         self.pool = BlockPool(num_blocks)
         self.prefix_cache = PrefixCache(cache.block_size, self.pool, tier) if cache.enable_prefix_caching else None
         # A sequence can fill every slot and then sample one more token, which itself needs no slot any more.
         self._longest = num_blocks * cache.block_size + 1
         keeps_own = self.prefix_cache is None
-        self._roster = Roster(config.max_num_seqs, self.pool, cache.block_size, tier, keeps_own)
+        self._requests = ScheduledRequests(config.max_num_seqs, self.pool, cache.block_size, tier, keeps_own)
         self._forget_requests()
 
     def _forget_requests(self) -> None:
         self._admission = Admission(self.pool, self.block_size, self.prefix_cache, self.tier)
-        self._roster.reset(self.pool)
-        self._waiting, self._running = self._roster.waiting, self._roster.running
-        self._just_ended = self._roster.just_ended
+        self._requests.reset(self.pool)
+        self._waiting, self._running = self._requests.waiting, self._requests.running
+        self._just_ended = self._requests.just_ended
         self._copies: list[tuple[int, int]] = []  # of the step that is being planned
         self._prompts = self._new_share()  # of that step
         self.admission_end: AdmissionEnd = "queue"
@@ -160,7 +160,7 @@ class Scheduler:
         return SchedulerStats(
             prefix_cache_query_tokens=cache.queries if cache else 0,
             prefix_cache_hit_tokens=cache.hits if cache else 0,
-            preemptions=self._roster.preemptions,
+            preemptions=self._requests.preemptions,
             num_blocks=self.pool.num_blocks,
             num_free_blocks=self.pool.num_free,
             tier=TierStats() if self.tier is None else self.tier.stats,
@@ -173,7 +173,7 @@ class Scheduler:
             ValueError: an id in use, a request that has run before, an empty prompt, limits that contradict each
                 other, or a prompt that does not fit the pool.
         """
-        if request.request_id in self._roster:
+        if request.request_id in self._requests:
             raise ValueError(f"request_id {request.request_id!r} is in use by an unfinished request")
         request.check(self.max_model_len)
         self._admission.check(request)
@@ -186,21 +186,21 @@ class Scheduler:
         request.ends = request.ends.union(request.params.stop_token_ids or ())
         request.watched = request.params.repetition_detection is not None
         self._drafting.begin(request)
-        self._roster.add(request, request.priority if self.config.policy == "priority" else 0)
+        self._requests.add(request, request.priority if self.config.policy == "priority" else 0)
 
     def fork(self, parent: Request, child: Request) -> None:
         """Let a running request go on from where a running sibling is, in the place of what it had itself."""
-        self._roster.fork(parent, child)
+        self._requests.fork(parent, child)
 
     def abort(self, request_id: str) -> Request | None:
         """End a request in whatever state and free its blocks at once; ``None`` if no such request is unfinished."""
-        return self._roster.abort(request_id)
+        return self._requests.abort(request_id)
 
     def finish(
         self, request_id: str, status: RequestStatus, stop_reason: int | str | None = None, *, drop: int = 0
     ) -> None:
-        """End a request for a reason that only the engine sees; see :meth:`Roster.finish`."""
-        self._roster.finish(request_id, status, stop_reason, drop)
+        """End a request for a reason that only the engine sees; see :meth:`ScheduledRequests.finish`."""
+        self._requests.finish(request_id, status, stop_reason, drop)
 
     def schedule(self) -> StepPlan:
         """Plan one step, which the caller must run: its tokens count as computed from now on.
@@ -218,8 +218,8 @@ class Scheduler:
             self._serve(step, drafting=False)  # they have the blocks of what they know
         if not scheduled and self._running and all(request.held for request in self._running):
             # They wait for siblings, and those for blocks or seats: the last give way.
-            step.preempted += self._roster.preempt_last(last_gang(self._running))
-        self._turns.planned(bool(scheduled))
+            step.preempted += self._requests.preempt_last(last_gang(self._running))
+        self._micro_batches.planned(bool(scheduled))
         copies, self._copies = tuple(self._copies), []
         if copies:  # their sources were kept until now: nothing else of this step may be written there
             self.pool.release(source for source, _ in copies)
@@ -269,7 +269,7 @@ class Scheduler:
                 ending = cut(request, len(tokens))
             if ending is not None:
                 new_tokens.append((request, tokens[: len(tokens) + request.num_tokens - total]))
-                self._roster.end_by_results(request, *ending)
+                self._requests.end_by_results(request, *ending)
                 continue
             new_tokens.append((request, tokens))
             if total % size < len(tokens) and request.num_pending_tokens and cache is not None:
@@ -291,7 +291,7 @@ class Scheduler:
         before = len(output) - len(tokens)
         ending = cut(request, len(tokens))
         if ending is not None:
-            self._roster.end_by_results(request, *ending)
+            self._requests.end_by_results(request, *ending)
         return request, output[before:]
 
     def _serve(self, step: Outline, drafting: bool = True) -> None:
@@ -300,8 +300,8 @@ class Scheduler:
         budget, size, at = step.budget, self.block_size, 0
         self._prompts = self._new_share()
         possible, most_drafts = self._drafting.most, self._drafting.now(self._running) if drafting else 0
-        loading, turns = () if self.tier is None else self.tier.loading, self._turns
-        turns.begin(self._running)
+        loading, micro_batches = () if self.tier is None else self.tier.loading, self._micro_batches
+        micro_batches.begin(self._running)
         place, ended = self._place_of_waiting(), None
         while budget > 0 and at < len(self._running):
             if at == place:
@@ -321,7 +321,7 @@ class Scheduler:
             end = last = total if total - start == 1 else min(total, start + self._prompts.room(request, budget))
             if end <= start:
                 continue  # others' prompts come first
-            if turns.are_taken and not turns.is_free(request):
+            if micro_batches.are_taken and not micro_batches.is_free(request):
                 continue
             drafts = 0
             if possible:
@@ -337,7 +337,7 @@ class Scheduler:
                         drafts, last = 0, min(end + request.num_possible_tokens, request.length_limit - 1)
                         needed = self._blocks_for(last) - len(request.block_ids)
                     else:
-                        preempted += self._roster.preempt_last()
+                        preempted += self._requests.preempt_last()
                 if request.status is not RequestStatus.RUNNING:
                     break  # it was the last itself: those before it are scheduled, and none is left behind it
                 request.block_ids += self.pool.allocate_many(needed)
@@ -375,7 +375,7 @@ class Scheduler:
         request.num_computed_tokens = end
         request.num_pending_tokens += samples
         if samples:
-            self._turns.take(request)
+            self._micro_batches.take(request)
         if drafts:
             request.num_possible_tokens += drafts
         if not pending and self.prefix_cache is not None:
@@ -408,12 +408,12 @@ class Scheduler:
         if demand is None or gangs is None:
             return "blocks"
         for count in gangs:
-            step.preempted += self._roster.preempt_last(count, crowded=False)
+            step.preempted += self._requests.preempt_last(count, crowded=False)
         if parent is not None:
             fork(parent, request, pool, self.block_size)
         else:
             self._admission.allocate(request, demand.cached)
-        self._roster.start_first(request)
+        self._requests.start_first(request)
         if self.tier is not None and request in self.tier.loading:
             return None
         total = request.num_tokens
@@ -434,7 +434,7 @@ class Scheduler:
             count = last_gang(self._running)
             if count == len(self._running):
                 break
-            preempted += self._roster.preempt_last(count)
+            preempted += self._requests.preempt_last(count)
         return preempted
 
     def _new_blocks(self, request: Request) -> int:

@@ -136,7 +136,7 @@ def tier_of(config: EngineConfig, runner: ModelRunner) -> HostTier | None:
     return HostTier(runner.host_slots, Rates(runner.block_bytes, config.block_tokens, runner.host.measure()))
 
 
-class Parts(NamedTuple):
+class EngineParts(NamedTuple):
     """What an engine is made of."""
 
     config: EngineConfig  # its values are resolved
@@ -311,7 +311,7 @@ def load_rank(
     return runner, prepared.device, team
 
 
-def load_parts(config: EngineConfig, ranks: Ranks) -> Parts:
+def load_parts(config: EngineConfig, ranks: Ranks) -> EngineParts:
     """Load a model and everything around it.
 
     Args:
@@ -370,4 +370,4 @@ def load_parts(config: EngineConfig, ranks: Ranks) -> Parts:
     )
     log_ready(spec, config, dtype, device, runner, begin)
     MONITOR.serving = True
-    return Parts(config, executor, scheduler, inputs, pooling, memory, transfer)
+    return EngineParts(config, executor, scheduler, inputs, pooling, memory, transfer)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from tritonllm.engine.data.step import SharedPrefix, Step
-from tritonllm.engine.data.step_inputs import COLUMNS, Room, StepInputs
+from tritonllm.engine.data.step_inputs import COLUMNS, StepInputs, StepRoom
 from tritonllm.layers.segments import EMPTY, Segment, Segments, decodes, verified
 
 
@@ -33,7 +33,7 @@ def dummy_step(
     segments = Segments(decodes(num_decodes), chunk=Segment(len(chunks), sum(chunks), max(chunks, default=0)))
     if drafts:
         segments = replace(segments, decode=EMPTY, verify=verified(num_decodes, 1 + drafts))
-    room = Room(segments, rows)
+    room = StepRoom(segments, rows)
     arrays = {n: np.full(room.count(c.per), c.padding, dtype=c.dtype) for n, c in COLUMNS.items()}
     inputs = StepInputs(**arrays)
     inputs.decode_order[:] = np.arange(segments.decode.sequences)

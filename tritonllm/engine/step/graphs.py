@@ -26,9 +26,9 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from tritonllm.engine.cache.layer_marks import Marks
-from tritonllm.engine.data.inputs import Batch, Inbox, make_batch, upload_cascade, upload_one
+from tritonllm.engine.data.inputs import Batch, StepInbox, make_batch, upload_cascade, upload_one
 from tritonllm.engine.data.step import Step
-from tritonllm.engine.data.step_inputs import Room, layout_of
+from tritonllm.engine.data.step_inputs import StepRoom, layout_of
 from tritonllm.engine.step.common_steps import Need
 from tritonllm.engine.step.dummy_step import dummy_step
 from tritonllm.engine.step.room_sizes import chunk_capacity, decode_sizes, graph_sizes, late_sizes, padded, shared_sizes
@@ -198,7 +198,7 @@ class StepGraphs:
         self._rooms = {room: self._room(*room) for room in (*alone, *with_drafts, *self._beside)}
         rooms = self._rooms.values()
         self._memory = torch.zeros(max(layout_of(room).size for room in rooms), dtype=torch.uint8, device=device)
-        self._inboxes = {key: Inbox(room, self._memory) for key, room in self._rooms.items()}
+        self._inboxes = {key: StepInbox(room, self._memory) for key, room in self._rooms.items()}
         most = max(room.segments.sequences for room in rooms)
         self._tables = torch.zeros(most, limits.max_blocks, dtype=torch.int32, device=device)
         self._loaded: tuple[tuple[int, ...], bytes] | None = None  # what the tables hold of a step without prompts
@@ -228,14 +228,14 @@ class StepGraphs:
                 if alone and not late and self._limits.by_shards:
                     yield key._replace(by_shards=True)
 
-    def _room(self, sequences: int, tokens: int, drafts: int) -> Room:
+    def _room(self, sequences: int, tokens: int, drafts: int) -> StepRoom:
         if drafts:
-            return Room(Segments(verify=verified(sequences, 1 + drafts)), sequences)
+            return StepRoom(Segments(verify=verified(sequences, 1 + drafts)), sequences)
         if not tokens:
-            return Room(Segments(decodes(sequences)), sequences)
+            return StepRoom(Segments(decodes(sequences)), sequences)
         chunk = Segment(chunk_capacity(tokens), tokens, min(tokens, self._limits.max_blocks * self._limits.block_size))
         rows = padded(min(sequences + chunk.sequences, self._sizes[-1]), self._sizes)
-        return Room(Segments(decodes(sequences), EMPTY, chunk), rows)
+        return StepRoom(Segments(decodes(sequences), EMPTY, chunk), rows)
 
     def _make_plans(self, sizes: Sequence[int]) -> dict[int, CascadePlan]:
         """The buffers of plans for so many sequences, sharing nothing yet."""

@@ -16,11 +16,11 @@ from tritonllm.engine.cache.memory_fit import blocks_that_fit
 from tritonllm.engine.data.inputs import Batch, reserve_pinned
 from tritonllm.engine.step.drawing import Drawing
 from tritonllm.engine.step.graphs import GraphCapture, GraphLimits, StepGraphs
-from tritonllm.engine.step.passing import Passing
 from tritonllm.engine.step.room_sizes import graph_sizes
+from tritonllm.engine.step.stage_transfer import StageTransfer
 from tritonllm.engine.step.step_drafts import StepDrafts
 from tritonllm.engine.step.step_sizes import StepSizes
-from tritonllm.engine.step.warm_up import Forward, Limits, ToTokens, WarmUp, Work
+from tritonllm.engine.step.warm_up import Forward, StepLimits, ToTokens, WarmUp, Work
 from tritonllm.layers.regime import Regimes
 from tritonllm.models.interface import CausalLM
 
@@ -51,7 +51,7 @@ class Preparation:
         caches: the blocks of all models.
         drafts: tokens that are proposed, which steps verify.
         drawing: what follows the hidden states.
-        passing: a stage's part of a step; ``None`` if there is one stage.
+        stage_transfer: a stage's part of a step; ``None`` if there is one stage.
         passed_bytes: what is on its way to the next stage takes at most so many.
         advance: what this stage computes of a step: ``(batch, rows[R] or None) -> hidden``, ``[R, hidden]`` or all T.
         captured: a method of the runner: what a graph holds of a step.
@@ -67,7 +67,7 @@ class Preparation:
     caches: Caches
     drafts: StepDrafts
     drawing: Drawing
-    passing: Passing | None
+    stage_transfer: StageTransfer | None
     passed_bytes: int
     advance: Forward
     captured: Callable[[Batch], tuple[torch.Tensor, torch.Tensor | None]]
@@ -99,7 +99,7 @@ class Preparation:
     def warm_up(self) -> WarmUp:
         """The steps that are run before the first request."""
         scheduler, sizes = self.config.scheduler, self.sizes
-        limits = Limits(
+        limits = StepLimits(
             block_size=sizes.block_size,
             max_model_len=sizes.max_model_len,
             max_num_seqs=scheduler.max_num_seqs,
@@ -125,8 +125,8 @@ class Preparation:
         return hidden if rows is None else hidden[rows]
 
     def _warm_up_copies(self) -> None:
-        if self.passing is not None:
-            self.passing.warm_up()
+        if self.stage_transfer is not None:
+            self.stage_transfer.warm_up()
         self.caches.warm_up()
         if self.drafts.tree is not None:
             for copies in self.caches.copies:

@@ -13,7 +13,7 @@ from tritonllm.engine.cache.caches import Caches
 from tritonllm.engine.cache.engine_memory import EngineMemory
 from tritonllm.engine.cache.host_copies import HostCopies
 from tritonllm.engine.cache.kv_cache import block_bytes
-from tritonllm.engine.data.agreement import Evidence, Witness
+from tritonllm.engine.data.agreement import AgreementSampler, Evidence
 from tritonllm.engine.data.inputs import Batch, upload_step
 from tritonllm.engine.data.plan import StepPlan
 from tritonllm.engine.data.results import RunningStep
@@ -24,12 +24,12 @@ from tritonllm.engine.step.device_seats import DeviceSeats
 from tritonllm.engine.step.drawing import Drawing, LaunchedStep
 from tritonllm.engine.step.dummy_step import dummy_step
 from tritonllm.engine.step.graphs import GraphKey, StepGraphs
-from tritonllm.engine.step.passing import Passing
 from tritonllm.engine.step.pooler import Pooler
 from tritonllm.engine.step.preparation import Preparation
 from tritonllm.engine.step.processors import BatchProcessors
 from tritonllm.engine.step.sampler import Sampler
 from tritonllm.engine.step.shared_prefix import CascadePlanner
+from tritonllm.engine.step.stage_transfer import StageTransfer
 from tritonllm.engine.step.step_drafts import StepDrafts
 from tritonllm.engine.step.step_sizes import StepSizes
 from tritonllm.engine.step.warm_up import WarmUp
@@ -93,10 +93,10 @@ class ModelRunner:
         tree, pooler = self.drafts.tree, pooler or Pooler(seats, model.spec.hidden_size, device)
         sampler = Sampler(self._seats.drawn, vocab, self._processors, self._seats.verdict, tree)
         self._drawing = Drawing(model, self._seats, sampler, pooler, self._group, device, tree)
-        self._witness = Witness(team.size)
-        self._passing: Passing | None = None
+        self._agreement = AgreementSampler(team.size)
+        self._stage_transfer: StageTransfer | None = None
         if isinstance(model, Decoder) and self._pipe.stages > 1:
-            self._passing = Passing(self._pipe, model, self._seats, team.size, device)
+            self._stage_transfer = StageTransfer(self._pipe, model, self._seats, team.size, device)
         self._sizes = StepSizes.of(config, model, self.drafts, max_model_len, self._pipe)
         self._planner: CascadePlanner | None = None
         shares = not (config.disable_cascade_attn or config.deterministic)  # a cascade merges two sums
@@ -109,7 +109,9 @@ class ModelRunner:
         if isinstance(model, Decoder):
             top_k = max((layer.mlp.top_k for layer in model.spec.layers if isinstance(layer.mlp, MoESpec)), default=0)
             team.exchange.reserve(model.spec.hidden_size, self._dtype, top_k, self._sizes.most_tokens)
-        self._passed_bytes = 0 if self._passing is None else self._passing.reserve(self._sizes.most_tokens)
+        self._passed_bytes = (
+            0 if self._stage_transfer is None else self._stage_transfer.reserve(self._sizes.most_tokens)
+        )
 
     @property
     def stages(self) -> int:
@@ -185,7 +187,7 @@ class ModelRunner:
             caches=self.caches,
             drafts=self.drafts,
             drawing=self._drawing,
-            passing=self._passing,
+            stage_transfer=self._stage_transfer,
             passed_bytes=self._passed_bytes,
             advance=self._advance,
             captured=self._captured,
@@ -275,12 +277,12 @@ class ModelRunner:
             if self._pipe.first:
                 self.draw(FREE)
             return None
-        if self._passing is None:
+        if self._stage_transfer is None:
             return self.run(step).evidence
         launched = self.compute(step)
         if self._pipe.first:
             self._undrawn.append(launched)
-        return self._passing.newest_evidence()
+        return self._stage_transfer.newest_evidence()
 
     @torch.inference_mode()
     def run(self, step: Step, late: Restrictions = FREE) -> RunningStep:
@@ -320,8 +322,8 @@ class ModelRunner:
             captured = self._graphs.load(step, key)
             filled = self.caches.copies_of_filled(step, captured.marks)
             batch, narrowed = captured.batch, key.tokens > 0
-            if self._passing is not None:
-                self._passing.take_over(batch)
+            if self._stage_transfer is not None:
+                self._stage_transfer.take_over(batch)
             captured.graph.replay()
             hidden, tokens = captured.hidden, captured.tokens
         else:
@@ -329,14 +331,14 @@ class ModelRunner:
             filled = self.caches.copies_of_filled(step)
             if filled is not None and self.caches.tells_layers:
                 batch = batch.telling(filled.computed)
-            if self._passing is not None:
-                self._passing.take_over(batch)
+            if self._stage_transfer is not None:
+                self._stage_transfer.take_over(batch)
             hidden = self._advance(batch, batch.inputs.logit_rows if narrowed else None)
         if filled is not None:
             filled.end()
         drafted = self._seats.drafted(step.num_rows) if step.segments.verify.sequences else None
         launched = LaunchedStep(step, batch, hidden, tokens, drafted, narrowed, key is not None)
-        return launched if self._passing is None else self._passing.pass_on(launched)
+        return launched if self._stage_transfer is None else self._stage_transfer.pass_on(launched)
 
     def _upload(self, step: Step) -> Batch:
         bound = self._regimes.bound(step.segments, step.longest)
@@ -348,14 +350,14 @@ class ModelRunner:
         Args:
             late: what the host lets come next, if the step is late.
         """
-        if self._passing is not None:
-            launched = self._passing.take_back(launched)
+        if self._stage_transfer is not None:
+            launched = self._stage_transfer.take_back(launched)
         running, tokens = self._drawing.finish(launched, late)
         step, batch = launched.step, launched.batch
-        if self._passing is None:
-            running.evidence = self._witness.of(step, batch, tokens)
+        if self._stage_transfer is None:
+            running.evidence = self._agreement.of(step, batch, tokens)
         else:
-            running.evidence = self._passing.settle()
+            running.evidence = self._stage_transfer.settle()
         self.drafts.settle(batch, step.num_rows, self.caches.copies)
         if step.tokens:
             self.drafts.tell_tokens(step.tokens, self._seats)

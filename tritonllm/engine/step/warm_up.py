@@ -54,7 +54,7 @@ class Work(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class StepLimits:
     """What steps can come.
 
     Attributes:
@@ -86,7 +86,7 @@ class WarmUp:
         device: where they run.
     """
 
-    def __init__(self, work: Work, limits: Limits, regimes: Regimes, device: torch.device) -> None:
+    def __init__(self, work: Work, limits: StepLimits, regimes: Regimes, device: torch.device) -> None:
         self._work, self._limits, self._regimes, self._device = work, limits, regimes, device
 
     def run(self) -> None:

@@ -19,7 +19,7 @@ _NAME = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=[^\s<]")
 
 
-class Part(NamedTuple):
+class TextPart(NamedTuple):
     """Text of the answer from ``begin`` to ``end``; what is new of it begins at ``new``."""
 
     begin: int
@@ -36,7 +36,7 @@ class AnswerText(Protocol):
 
     decided: int
 
-    def take(self, text: str, token: int | None, ended: bool) -> list[Part]:
+    def take(self, text: str, token: int | None, ended: bool) -> list[TextPart]:
         """What is new of the answer.
 
         Args:
@@ -63,7 +63,7 @@ class Tagged:
         self._seen = 0
         self.decided = 0
 
-    def take(self, text: str, token: int | None, ended: bool) -> list[Part]:
+    def take(self, text: str, token: int | None, ended: bool) -> list[TextPart]:
         if self._state == "before":
             self._decide(text, token, ended)
         if self._state == "thought":
@@ -75,7 +75,7 @@ class Tagged:
         if self._state != "answer":
             return []
         new, self._seen = max(self._at, self._seen), len(text)
-        return [Part(self._at, new, len(text))]
+        return [TextPart(self._at, new, len(text))]
 
     def _decide(self, text: str, token: int | None, ended: bool) -> None:
         said = text.lstrip()
@@ -109,14 +109,14 @@ class Channels:
         self._new = 0
         self.decided = 0
 
-    def take(self, text: str, token: int | None, ended: bool) -> list[Part]:
-        parts: list[Part] = []
+    def take(self, text: str, token: int | None, ended: bool) -> list[TextPart]:
+        parts: list[TextPart] = []
         while self._read_header(text) if self._in_header else self._read_message(text, parts):
             pass
         if self._in_header:
             self.decided = self._at
             if ended and text[self._at :].strip():  # in no format
-                parts.append(Part(self._at, self._at, len(text)))
+                parts.append(TextPart(self._at, self._at, len(text)))
         else:
             self.decided = len(text) if ended else len(text) - _beginning(text[max(self._at, len(text) - LONGEST) :])
             self._add(parts, self.decided)
@@ -134,7 +134,7 @@ class Channels:
         self._at = self._seen = self._new = found + len(MESSAGE)
         return True
 
-    def _read_message(self, text: str, parts: list[Part]) -> bool:
+    def _read_message(self, text: str, parts: list[TextPart]) -> bool:
         found = [(at, mark) for mark in ENDS if (at := text.find(mark, self._seen)) >= 0]
         if not found:
             self._seen = max(self._at, len(text) - LONGEST + 1)
@@ -145,9 +145,9 @@ class Channels:
         self._at = self._seen = end + len(mark)
         return True
 
-    def _add(self, parts: list[Part], end: int) -> None:
+    def _add(self, parts: list[TextPart], end: int) -> None:
         if not self._thinks and end > self._new:
-            parts.append(Part(self._at, self._new, end))
+            parts.append(TextPart(self._at, self._new, end))
             self._new = end
 
 
@@ -157,7 +157,7 @@ def _beginning(text: str) -> int:
     return next((size for size in sizes if any(mark.startswith(text[-size:]) for mark in ENDS)), 0)
 
 
-class Marks:
+class ThoughtMarks:
     """How the model of a tokenizer may write thoughts.
 
     Args:

@@ -77,7 +77,7 @@ def decoder_of(
     )
 
 
-class Words:
+class TokenTexts:
     """The text of each token as it is within a text, decoded once. (At the beginning some have a space less.)
 
     Args:

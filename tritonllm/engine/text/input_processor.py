@@ -34,8 +34,8 @@ from tritonllm.engine.data.control import (
 from tritonllm.engine.data.edits import check_edits
 from tritonllm.engine.data.request import PACKED, Request
 from tritonllm.engine.grammar.grammar import GrammarControl, Grammars
-from tritonllm.engine.text.answer_text import AnswerText, Marks
-from tritonllm.engine.text.detokenizer import Words
+from tritonllm.engine.text.answer_text import AnswerText, ThoughtMarks
+from tritonllm.engine.text.detokenizer import TokenTexts
 from tritonllm.engine.text.text_pieces import TextPieces
 from tritonllm.engine.text.tokenizer import bad_word_ids
 from tritonllm.engine.transfer.params import TransferParams
@@ -110,7 +110,7 @@ class InputProcessor:
     ) -> None:
         self._takes_extra_args = takes_extra_args
         self._transfer_params = transfer_params or TransferParams(None)
-        self.tokenizer, self.words = tokenizer, Words(tokenizer)
+        self.tokenizer, self.words = tokenizer, TokenTexts(tokenizer)
         self._pieces = None if tokenizer is None else TextPieces(tokenizer)
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
@@ -119,7 +119,7 @@ class InputProcessor:
         backend = structured_outputs_backend
         self._grammars = None if tokenizer is None else Grammars(tokenizer, vocab_size, eos_token_ids, backend)
         vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
-        self._thought, self._marks = thought_tokens(vocabulary), Marks(vocabulary)
+        self._thought, self._marks = thought_tokens(vocabulary), ThoughtMarks(vocabulary)
         self.default_params = default_params or SamplingParams()
         self._last_words: tuple[tuple[str, ...], tuple[tuple[int, ...], ...]] = (), ()
 

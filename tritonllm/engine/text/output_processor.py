@@ -17,13 +17,13 @@ from tritonllm.engine.data.outputs import (
 )
 from tritonllm.engine.data.request import Request, RequestStatus
 from tritonllm.engine.data.results import TokenLogprobs
-from tritonllm.engine.text.answer_text import AnswerText, Part
-from tritonllm.engine.text.detokenizer import IncrementalDetokenizer, Words, find_stop
+from tritonllm.engine.text.answer_text import AnswerText, TextPart
+from tritonllm.engine.text.detokenizer import IncrementalDetokenizer, TokenTexts, find_stop
 from tritonllm.engine.transfer.connector import Params
 from tritonllm.engine.transfer.transfer import Fetch
 
 
-def to_logprobs(scores: TokenLogprobs, row: int, top: int, words: Words) -> dict[int, Logprob]:
+def to_logprobs(scores: TokenLogprobs, row: int, top: int, words: TokenTexts) -> dict[int, Logprob]:
     """One position's log-probabilities: the chosen token first, then the ``top`` most likely, all if it is ``ALL``."""
     top = len(scores.token_ids[row]) - 1 if top == ALL else top
     ids, values = scores.token_ids[row][: top + 1], scores.logprobs[row][: top + 1]
@@ -47,13 +47,13 @@ class SequenceOutput:
         index: int,
         request: Request,
         tokenizer: Any,
-        words: Words | None = None,
+        words: TokenTexts | None = None,
         answer: AnswerText | None = None,
     ) -> None:
         self.index = index
         self._answer = answer
         self.request = request
-        self._words = Words(tokenizer) if words is None else words
+        self._words = TokenTexts(tokenizer) if words is None else words
         self._logprobs: list[Logprobs] = []
         self._cumulative = 0.0
         self._text_end: int | None = None  # where a stop string cut the text, or the tokenizer failed
@@ -133,7 +133,7 @@ class SequenceOutput:
             return None
         text = self._detokenizer.text
         if self._answer is None:
-            parts = [Part(0, len(text) - len(new), len(text))]
+            parts = [TextPart(0, len(text) - len(new), len(text))]
         else:
             parts = self._answer.take(text, token, status.is_finished)
         if length < params.min_tokens:
@@ -145,7 +145,7 @@ class SequenceOutput:
         self._text_end = start + len(stop) if params.include_stop_str_in_output else start
         return stop
 
-    def _find_stop(self, parts: Sequence[Part]) -> tuple[int, str] | None:
+    def _find_stop(self, parts: Sequence[TextPart]) -> tuple[int, str] | None:
         assert self._detokenizer is not None
         text, stops = self._detokenizer.text, self.request.params.stop_strings
         for begin, new, end in parts:
@@ -215,7 +215,7 @@ class RequestState:
                 return False
         return True
 
-    def take_prompt_logprobs(self, first: int, scores: TokenLogprobs, words: Words) -> None:
+    def take_prompt_logprobs(self, first: int, scores: TokenLogprobs, words: TokenTexts) -> None:
         """Store a chunk's scores from prompt position ``first`` on (again, if the prompt was computed again)."""
         top = self.params.prompt_logprobs or 0
         self.prompt_logprobs[first:] = [to_logprobs(scores, row, top, words) for row in range(len(scores.token_ids))]

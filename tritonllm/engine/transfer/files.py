@@ -42,7 +42,7 @@ TOUCH = 60.0  # seconds within which a second use of a file is not noted
 LOCKED = 30.0  # seconds for which nothing is saved after another process has kept the lock for too long
 
 
-class Entry(NamedTuple):
+class BlockFile(NamedTuple):
     """A file: when it was used last, its size in bytes and where it is."""
 
     used: float
@@ -133,7 +133,7 @@ class BlockFiles:
             logger.warning("a block cannot be saved in %s (%s): it is left out", self.folder, error)
         return False
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[BlockFile]:
         """The blocks' files, in no order."""
         with self._place.root() as root:
             groups = [name for name in os.listdir(root) if GROUP.fullmatch(name)]
@@ -141,7 +141,7 @@ class BlockFiles:
             with suppress(OSError):  # it is a link or a file
                 for name, status in self._files_of(group):
                     if name.startswith(group):
-                        yield Entry(status.st_mtime, status.st_size, self.folder / group / name)
+                        yield BlockFile(status.st_mtime, status.st_size, self.folder / group / name)
 
     def _is_old(self, used: float) -> bool:
         return self.max_age is not None and time.time() - used > self.max_age

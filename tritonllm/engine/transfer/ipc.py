@@ -28,9 +28,9 @@ import numpy as np
 
 from tritonllm.config.kv_transfer import KVTransferConfig
 from tritonllm.engine.transfer.connector import DeviceSlots, Slots
-from tritonllm.engine.transfer.ipc_memory import HANDLE_BYTES, Arena, Device, MakeDevice, arena_bytes
+from tritonllm.engine.transfer.ipc_memory import HANDLE_BYTES, Device, MakeDevice, SharedArena, arena_bytes
 from tritonllm.engine.transfer.ipc_opened import OpenedMemory
-from tritonllm.engine.transfer.kept import Kept, KeptBlocks
+from tritonllm.engine.transfer.kept import KeptBlock, KeptBlocks
 from tritonllm.engine.transfer.plane import QUICK, Wanted
 from tritonllm.engine.transfer.wire import (
     Channel,
@@ -64,7 +64,7 @@ class DeviceReads:
         self._device: Device | None = None
         self._slots: list[DeviceSlots] = []
         self._size = 0
-        self._arena: Arena | None = None  # of the copies that are kept here
+        self._arena: SharedArena | None = None  # of the copies that are kept here
         self._base = 0
         self._free: deque[int] = deque()  # places of copies that others had
         self._unused = 0  # places from this one on had no copy yet
@@ -119,7 +119,7 @@ class DeviceReads:
                 count += kept.put(key, number, b"", place, self._size)
         return count
 
-    def gone(self, kept: Kept) -> None:
+    def gone(self, kept: KeptBlock) -> None:
         self._free.append(kept.place)
 
     def answer(self, channel: Channel, asked: Question, kept: KeptBlocks, until: float) -> None:
@@ -129,7 +129,7 @@ class DeviceReads:
         if asked.kind is Kind.HOLD:
             self._hold(channel, asked.keys == [arena.name])
             return
-        told, answer = list[Kept | None](), frame(Kind.AGENT, arena.pack())
+        told, answer = list[KeptBlock | None](), frame(Kind.AGENT, arena.pack())
         while len(told) < len(asked.keys):
             found = self._find_some(asked.keys[len(told) :], kept, until, TOGETHER if told else FIRST)
             answer += places_frame([-1 if one is None else one.place for one in found])
@@ -171,7 +171,7 @@ class DeviceReads:
         except OSError as error:  # the device has failed: then nothing can be freed
             logger.warning("the memory for other engines cannot be freed: %s", error)
 
-    def _make_arena(self, device: Device, max_bytes: int, sizes: tuple[int, ...]) -> Arena:
+    def _make_arena(self, device: Device, max_bytes: int, sizes: tuple[int, ...]) -> SharedArena:
         places = max_bytes // self._size
         try:
             self._base = device.allocate(arena_bytes(places, sizes))
@@ -185,7 +185,7 @@ class DeviceReads:
         except OSError:
             device.free(self._base)
             raise
-        return Arena(device.machine, uuid4().bytes, handle.ljust(HANDLE_BYTES, b"\0"), places, sizes)
+        return SharedArena(device.machine, uuid4().bytes, handle.ljust(HANDLE_BYTES, b"\0"), places, sizes)
 
     def _take_places(self, count: int) -> list[int]:
         """So many that are free, in order: neighbours are copied together."""
@@ -194,7 +194,7 @@ class DeviceReads:
         self._unused = unused.stop
         return sorted([*used, *unused])
 
-    def _find_some(self, keys: Sequence[bytes], kept: KeptBlocks, until: float, most: int) -> list[Kept | None]:
+    def _find_some(self, keys: Sequence[bytes], kept: KeptBlocks, until: float, most: int) -> list[KeptBlock | None]:
         """The first of these blocks, at least one; that one is waited for only if it is not there."""
         found = kept.find(keys[:most])
         missing = next((at for at, one in enumerate(found) if one is None), len(found))
@@ -221,7 +221,7 @@ class DeviceReads:
         """Copy the blocks that were asked for into slots: bool ``[N]``, whether each was there, and whether it still
         was when it had been copied."""
         opened, device = self._opened, self._device
-        arena = Arena.unpack(channel.read_agent(deadline))
+        arena = SharedArena.unpack(channel.read_agent(deadline))
         if opened is None or device is None:
             raise ConnectionError("this connector is closed")
         if arena.sizes != tuple(part.shape[1] for part in self._slots):

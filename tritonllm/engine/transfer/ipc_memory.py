@@ -58,7 +58,7 @@ class Device(Protocol):
 MakeDevice = Callable[[int | None], Device]  # of the GPU with that number; ValueError: there is none
 
 
-class Arena(NamedTuple):
+class SharedArena(NamedTuple):
     """The piece of memory.
 
     Attributes:
@@ -80,7 +80,7 @@ class Arena(NamedTuple):
         return facts + b"".join(map(_SIZE.pack, self.sizes))
 
     @classmethod
-    def unpack(cls, data: bytes) -> "Arena":
+    def unpack(cls, data: bytes) -> "SharedArena":
         """Raises:
         WireError: another connector's description, or none.
         """

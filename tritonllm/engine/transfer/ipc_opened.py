@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from tritonllm.engine.transfer.ipc_memory import Arena, Device, arena_bytes
+from tritonllm.engine.transfer.ipc_memory import Device, SharedArena, arena_bytes
 from tritonllm.engine.transfer.wire import Channel, Kind, WireError, question
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ MOST_OPEN = 64  # pieces of memory
 class _Opened:
     """A piece of memory that is open, as its owner described it, and how many threads copy out of it."""
 
-    arena: Arena
+    arena: SharedArena
     address: int
     hold: Channel
     users: int = 0
@@ -49,7 +49,7 @@ class OpenedMemory:
         self._closed = False
 
     @contextmanager
-    def using(self, channel: Channel, arena: Arena, deadline: float) -> Iterator[int]:
+    def using(self, channel: Channel, arena: SharedArena, deadline: float) -> Iterator[int]:
         """The address of an arena, which stays open inside the block. Copies must have ended when the block ends.
 
         Args:
@@ -77,7 +77,7 @@ class OpenedMemory:
             while self._watched and time.monotonic() < until:
                 self._changed.wait(max(0.0, until - time.monotonic()))
 
-    def _enter(self, channel: Channel, arena: Arena, deadline: float) -> _Opened:
+    def _enter(self, channel: Channel, arena: SharedArena, deadline: float) -> _Opened:
         with self._changed:
             while arena.name in self._opening:
                 if not self._changed.wait(max(0.0, deadline - time.monotonic())):
@@ -117,7 +117,7 @@ class OpenedMemory:
             for one in list(self._opened.values())[: max(0, len(self._opened) - most)]:
                 one.hold.end_reading()
 
-    def _open(self, channel: Channel, arena: Arena, deadline: float) -> _Opened:
+    def _open(self, channel: Channel, arena: SharedArena, deadline: float) -> _Opened:
         if arena.machine != self._device.machine:
             raise OSError("it runs on another host, whose GPUs' memory cannot be opened here: take 'Peer' or 'Nixl'")
         seconds = deadline - time.monotonic()
@@ -133,7 +133,7 @@ class OpenedMemory:
             hold.close()
             raise
 
-    def _open_all(self, arena: Arena) -> int:
+    def _open_all(self, arena: SharedArena) -> int:
         """The address of an arena that is as large as it is said to be."""
         address = self._device.open(arena.handle)
         nbytes = self._device.extent(address)

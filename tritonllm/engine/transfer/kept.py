@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 
-class Kept(NamedTuple):
+class KeptBlock(NamedTuple):
     """A block: the head of the frame that it is sent in, or what else tells it from others that had its place; its
     contents, if they are in the host's memory; the number of its place if it has one
     (:mod:`tritonllm.engine.transfer.nixl`, :mod:`tritonllm.engine.transfer.ipc`); its bytes; and when it was used last,
@@ -31,11 +31,11 @@ class KeptBlocks:
     """
 
     def __init__(
-        self, max_bytes: int, max_age: float | None = None, gone: Callable[[Kept], None] = lambda kept: None
+        self, max_bytes: int, max_age: float | None = None, gone: Callable[[KeptBlock], None] = lambda kept: None
     ) -> None:
         self.max_bytes, self.max_age = max_bytes, max_age
         self._gone = gone
-        self._blocks: OrderedDict[bytes, Kept] = OrderedDict()  # the most recently used one is the last
+        self._blocks: OrderedDict[bytes, KeptBlock] = OrderedDict()  # the most recently used one is the last
         self._bytes = 0
         self._changed = threading.Condition()
         self._closed = False
@@ -60,7 +60,7 @@ class KeptBlocks:
         Args:
             size: bytes of contents that are not in the host's memory.
         """
-        kept = Kept(head, contents, place, len(contents) if size is None else size, time.monotonic())
+        kept = KeptBlock(head, contents, place, len(contents) if size is None else size, time.monotonic())
         with self._changed:
             if self._closed or kept.size > self.max_bytes or self._use(key) is not None:
                 self._gone(kept)
@@ -76,19 +76,19 @@ class KeptBlocks:
         with self._changed:
             self._make_room(size)
 
-    def get(self, key: bytes, until: float) -> Kept | None:
+    def get(self, key: bytes, until: float) -> KeptBlock | None:
         """A block, as soon as it is there; ``None`` if it is not at that time of ``time.monotonic``."""
         with self._changed:
             while (kept := self._use(key)) is None and self._wait(until):
                 pass
             return kept
 
-    def find(self, keys: Sequence[bytes]) -> list[Kept | None]:
+    def find(self, keys: Sequence[bytes]) -> list[KeptBlock | None]:
         """Each of these blocks, if it is there now."""
         with self._changed:  # of a sequence the end goes first
             return [self._use(key) for key in reversed(keys)][::-1]
 
-    def still(self, keys: Sequence[bytes], found: Sequence[Kept | None]) -> list[bool]:
+    def still(self, keys: Sequence[bytes], found: Sequence[KeptBlock | None]) -> list[bool]:
         """Whether each of these blocks has been there since it was found."""
         with self._changed:
             now = [self._blocks.get(key) for key in keys]
@@ -124,7 +124,7 @@ class KeptBlocks:
         self._changed.wait(seconds)
         return True
 
-    def _use(self, key: bytes) -> Kept | None:
+    def _use(self, key: bytes) -> KeptBlock | None:
         now = time.monotonic()
         while self.max_age is not None and self._blocks:
             oldest, kept = next(iter(self._blocks.items()))
@@ -148,6 +148,6 @@ class KeptBlocks:
         self._gone(kept)
 
 
-def _same(a: Kept | None, b: Kept | None) -> bool:
+def _same(a: KeptBlock | None, b: KeptBlock | None) -> bool:
     """They differ at most in when they were used."""
     return a is not None and b is not None and (a.head, a.place) == (b.head, b.place)

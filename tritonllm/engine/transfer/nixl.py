@@ -19,14 +19,14 @@ import numpy as np
 
 from tritonllm.config.kv_transfer import KVTransferConfig
 from tritonllm.engine.transfer.connector import Slots, arrays
-from tritonllm.engine.transfer.kept import Kept, KeptBlocks
+from tritonllm.engine.transfer.kept import KeptBlock, KeptBlocks
 from tritonllm.engine.transfer.nixl_agent import Agent, MakeAgent, Span
-from tritonllm.engine.transfer.nixl_reader import Reader
+from tritonllm.engine.transfer.nixl_reader import NixlReader
 from tritonllm.engine.transfer.plane import QUICK, Copy, Frames, Wanted, keep_each, views
 from tritonllm.engine.transfer.wire import (
+    BlockPlace,
     Channel,
     Kind,
-    Place,
     Question,
     WireError,
     frame,
@@ -58,7 +58,7 @@ class Reads:
         self._unused = 0  # places from this one on had no copy yet
         self._agent: Agent | None = None  # of the copies
         self._description = b""
-        self._reader: Reader | None = None
+        self._reader: NixlReader | None = None
 
     def register(self, memory: Sequence[Slots], config: KVTransferConfig, max_bytes: int) -> None:
         memory = arrays(memory)
@@ -71,7 +71,7 @@ class Reads:
                 self._agent = self._agent_of([self._copies])
                 self._description = frame(Kind.AGENT, self._agent.metadata())
             if config.loads:
-                self._reader = Reader(partial(self._agent_of, memory))
+                self._reader = NixlReader(partial(self._agent_of, memory))
         except OSError as error:
             self.close(0.0)
             raise ValueError(
@@ -92,7 +92,7 @@ class Reads:
             at += part.nbytes
         return Copy(contents, place)
 
-    def gone(self, kept: Kept) -> None:
+    def gone(self, kept: KeptBlock) -> None:
         self._free.append(kept.place)
 
     def answer(self, channel: Channel, asked: Question, kept: KeptBlocks, until: float) -> None:
@@ -109,13 +109,13 @@ class Reads:
             if one is None:
                 answers.append(frame(Kind.MISS, key))
             else:
-                answers.append(place_frame(key, Place(one.head, start + one.place * self._size)))
+                answers.append(place_frame(key, BlockPlace(one.head, start + one.place * self._size)))
         channel.send(b"".join(answers), time.monotonic() + QUICK)
 
     def bring(self, channel: Channel, wanted: Wanted, wait: float, deadline: float) -> None:
         channel.send(question(Kind.WHERE, wanted.keys, wait), deadline)
         metadata = channel.read_agent(deadline)
-        places: dict[int, Place] = {}
+        places: dict[int, BlockPlace] = {}
         damaged = 0
         for at, key in enumerate(wanted.keys):
             place = channel.read_place(key, deadline)
@@ -143,7 +143,7 @@ class Reads:
         agent.register(memory)
         return agent
 
-    def _read(self, metadata: bytes, wanted: Wanted, places: dict[int, Place], deadline: float) -> int:
+    def _read(self, metadata: bytes, wanted: Wanted, places: dict[int, BlockPlace], deadline: float) -> int:
         """Fill the slots of these blocks, and count those that are damaged."""
         reader = self._reader
         if reader is None:

@@ -29,7 +29,7 @@ class _Shared:
     ended: bool = False
 
 
-class Reader:
+class NixlReader:
     """For any thread.
 
     Args:

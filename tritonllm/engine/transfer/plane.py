@@ -14,7 +14,7 @@ import numpy as np
 
 from tritonllm.config.kv_transfer import KVTransferConfig
 from tritonllm.engine.transfer.connector import Slots, arrays
-from tritonllm.engine.transfer.kept import Kept, KeptBlocks
+from tritonllm.engine.transfer.kept import KeptBlock, KeptBlocks
 from tritonllm.engine.transfer.wire import Channel, Kind, Question, frame, head_of, question
 
 QUICK = 10.0  # seconds in which a frame that has begun must be through
@@ -60,7 +60,7 @@ class Plane(Protocol):
     def keep(self, keys: Sequence[bytes], slots: Sequence[int], kept: KeptBlocks) -> int:
         """Keep what is in these slots now. Returns of how many blocks that was not there."""
 
-    def gone(self, kept: Kept) -> None:
+    def gone(self, kept: KeptBlock) -> None:
         """A copy is of no more use."""
 
     def answer(self, channel: Channel, asked: Question, kept: KeptBlocks, until: float) -> None:
@@ -99,7 +99,7 @@ class Frames:
     def keep(self, keys: Sequence[bytes], slots: Sequence[int], kept: KeptBlocks) -> int:
         return keep_each(keys, slots, kept, lambda slot: Copy(b"".join(views(self._memory, slot))))
 
-    def gone(self, kept: Kept) -> None:
+    def gone(self, kept: KeptBlock) -> None:
         pass
 
     def answer(self, channel: Channel, asked: Question, kept: KeptBlocks, until: float) -> None:

@@ -81,7 +81,7 @@ class WireError(Exception):
     """A frame that is damaged, foreign, or not what was to come."""
 
 
-class Head(NamedTuple):
+class FrameHead(NamedTuple):
     """Of a frame: its kind, the bytes of its payload, and the checksum of both and the payload."""
 
     kind: Kind
@@ -89,7 +89,7 @@ class Head(NamedTuple):
     checksum: bytes
 
 
-class Place(NamedTuple):
+class BlockPlace(NamedTuple):
     """Where a block lies in the other engine's memory: the head that its frame would have, and the address."""
 
     head: bytes
@@ -133,7 +133,7 @@ def count_frame(count: int) -> bytes:
     return frame(Kind.COUNT, _NUMBER.pack(count))
 
 
-def place_frame(key: bytes, place: Place) -> bytes:
+def place_frame(key: bytes, place: BlockPlace) -> bytes:
     return frame(Kind.PLACE, key, place.head, _ADDRESS.pack(place.address))
 
 
@@ -221,7 +221,7 @@ class Channel:
         self.read_into(memoryview(data), deadline)
         return bytes(data)
 
-    def read_head(self, sizes: Sizes, deadline: float) -> Head:
+    def read_head(self, sizes: Sizes, deadline: float) -> FrameHead:
         data = self.read(_HEAD_BYTES, deadline)
         magic, version, kind, size = _FACTS.unpack_from(data)
         if magic != MAGIC or version != VERSION:
@@ -229,7 +229,7 @@ class Channel:
         least, most = sizes.get(kind, (1, 0))
         if not least <= size <= most:
             raise WireError(f"a frame of kind {kind} and {size} bytes came, which cannot be here")
-        return Head(Kind(kind), size, data[_FACTS.size :])
+        return FrameHead(Kind(kind), size, data[_FACTS.size :])
 
     def read_question(self, kinds: Collection[Kind], idle: float, within: float) -> Question:
         """The next one.
@@ -274,7 +274,7 @@ class Channel:
         """The first answer to ``WHERE``."""
         return self._read_payload(self.read_head({Kind.AGENT: (1, MOST_AGENT_BYTES)}, deadline), deadline)
 
-    def read_place(self, key: bytes, deadline: float) -> Place | None:
+    def read_place(self, key: bytes, deadline: float) -> BlockPlace | None:
         """One of the other answers to ``WHERE``; ``None`` if the other side does not have the block."""
         sizes = {Kind.PLACE: (_PLACE_BYTES, _PLACE_BYTES), Kind.MISS: (KEY_BYTES, KEY_BYTES)}
         head = self.read_head(sizes, deadline)
@@ -283,7 +283,7 @@ class Channel:
             raise WireError("the answer is about another block")
         if head.kind is Kind.MISS:
             return None
-        return Place(payload[KEY_BYTES : -_ADDRESS.size], *_ADDRESS.unpack(payload[-_ADDRESS.size :]))
+        return BlockPlace(payload[KEY_BYTES : -_ADDRESS.size], *_ADDRESS.unpack(payload[-_ADDRESS.size :]))
 
     def read_places(self, most: int, deadline: float) -> np.ndarray:
         """The next answer to ``WHERE`` by an engine whose places have numbers: int64, for at least one key and at most
@@ -303,13 +303,13 @@ class Channel:
         payload = self._read_payload(self.read_head({Kind.STILL: (count, count)}, deadline), deadline)
         return np.frombuffer(payload, np.uint8) == 1
 
-    def _read_payload(self, head: Head, deadline: float) -> bytes:
+    def _read_payload(self, head: FrameHead, deadline: float) -> bytes:
         payload = self.read(head.size, deadline)
         self._check(head, (payload,))
         return payload
 
     @staticmethod
-    def _check(head: Head, payload: Sequence[bytes | memoryview]) -> None:
+    def _check(head: FrameHead, payload: Sequence[bytes | memoryview]) -> None:
         if _checksum(_FACTS.pack(MAGIC, VERSION, head.kind, head.size), payload) != head.checksum:
             raise WireError("a frame is damaged")
 

@@ -21,7 +21,7 @@ from tritonllm.serve.api.errors import APIError, as_api_error, error_response, u
 from tritonllm.serve.api.guard import Guard
 from tritonllm.serve.api.messages_api import count_tokens, message
 from tritonllm.serve.api.messages_protocol import CountRequest, MessagesRequest
-from tritonllm.serve.api.metrics import Metrics
+from tritonllm.serve.api.metrics import ServerMetrics
 from tritonllm.serve.api.pooling_api import add_pooling
 from tritonllm.serve.api.profile_api import add_profile
 from tritonllm.serve.api.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -57,7 +57,7 @@ def make_app(
 
     app = FastAPI(title="tritonllm", version=__version__, lifespan=lifespan, redirect_slashes=False)
     app.state.draining = False
-    metrics = Metrics(llm, config.model_names[0], metrics_folder)
+    metrics = ServerMetrics(llm, config.model_names[0], metrics_folder)
     service = Service(llm, config, metrics.ignored)
     traces = None
     if config.otlp_traces_endpoint is not None:

@@ -9,8 +9,8 @@ from typing import Literal
 from tritonllm.engine.data.outputs import CompletionOutput
 from tritonllm.serve.api.answering import Outputs
 from tritonllm.serve.api.replies import Usage
-from tritonllm.serve.api.turn import Turn
-from tritonllm.serve.parsing.pieces import Call, Piece, Reasoning
+from tritonllm.serve.api.turn import ChatTurn
+from tritonllm.serve.parsing.pieces import Piece, Reasoning, ToolCallBegin
 
 Kind = Literal["reasoning", "text", "call"]
 
@@ -68,7 +68,7 @@ class Blocks:
         """What the pieces, which follow those before, change."""
         changes: list[Change] = []
         for piece in pieces:
-            if isinstance(piece, Call):
+            if isinstance(piece, ToolCallBegin):
                 changes += self._begin(Block("call", name=piece.name, call_id=self.new_call_id()))
                 continue
             if isinstance(piece, Reasoning):
@@ -94,7 +94,7 @@ class Blocks:
 
 
 async def follow(
-    turn: Turn, outputs: Outputs, usage: Usage, blocks: Blocks
+    turn: ChatTurn, outputs: Outputs, usage: Usage, blocks: Blocks
 ) -> AsyncGenerator[tuple[list[Change], CompletionOutput], None]:
     """What each output of one answer changes, with that output; the last one is finished. ``usage`` counts along."""
     reader = turn.new_reader()

@@ -12,8 +12,17 @@ from tritonllm.serve.api.answering import Outputs, Service, answer_id, respond, 
 from tritonllm.serve.api.beam_search import with_logprobs
 from tritonllm.serve.api.protocol import ChatRequest, StreamOptions, TokenizeRequest, chat_request
 from tritonllm.serve.api.replies import Usage, chat_logprobs, ending, event, now, prompt_logprobs, transfer
-from tritonllm.serve.api.turn import Turn, prepare
-from tritonllm.serve.parsing.pieces import Answer, Arguments, Call, Content, Piece, Reader, Reasoning, read
+from tritonllm.serve.api.turn import ChatTurn, prepare
+from tritonllm.serve.parsing.pieces import (
+    AnswerReader,
+    Arguments,
+    Content,
+    ParsedAnswer,
+    Piece,
+    Reasoning,
+    ToolCallBegin,
+    read,
+)
 
 
 async def chat(service: Service, request: Request, body: ChatRequest) -> Response:
@@ -37,7 +46,7 @@ def _role(body: ChatRequest) -> str:
     return str(body.messages[-1].get("role", "assistant")) if body.continue_final_message else "assistant"
 
 
-async def _whole(head: dict[str, Any], body: ChatRequest, turn: Turn, outputs: Outputs) -> dict[str, Any]:
+async def _whole(head: dict[str, Any], body: ChatRequest, turn: ChatTurn, outputs: Outputs) -> dict[str, Any]:
     usage, last = Usage(), None
     async with aclosing(outputs):
         async for index, output in outputs:
@@ -52,7 +61,7 @@ async def _whole(head: dict[str, Any], body: ChatRequest, turn: Turn, outputs: O
     return answer | transfer(body.kv_transfer_params, last)
 
 
-def _choice(body: ChatRequest, turn: Turn, completion: CompletionOutput) -> dict[str, Any]:
+def _choice(body: ChatRequest, turn: ChatTurn, completion: CompletionOutput) -> dict[str, Any]:
     answer = read(turn.new_reader(), completion.text)
     choice = {
         "index": completion.index,
@@ -65,11 +74,11 @@ def _choice(body: ChatRequest, turn: Turn, completion: CompletionOutput) -> dict
     return choice
 
 
-def _logprobs(body: ChatRequest, turn: Turn, completion: CompletionOutput) -> dict[str, Any] | None:
+def _logprobs(body: ChatRequest, turn: ChatTurn, completion: CompletionOutput) -> dict[str, Any] | None:
     return chat_logprobs(completion.token_ids, completion.logprobs, body.top_logprobs or 0, turn.tokenizer)
 
 
-def _message(answer: Answer, turn: Turn) -> dict[str, Any]:
+def _message(answer: ParsedAnswer, turn: ChatTurn) -> dict[str, Any]:
     message: dict[str, Any] = {"content": answer.content}
     if answer.reasoning:
         message |= {"reasoning_content": answer.reasoning, "reasoning": answer.reasoning}
@@ -82,7 +91,7 @@ def _message(answer: Answer, turn: Turn) -> dict[str, Any]:
     return message
 
 
-def _ending(completion: CompletionOutput, turn: Turn, calls: bool) -> dict[str, Any]:
+def _ending(completion: CompletionOutput, turn: ChatTurn, calls: bool) -> dict[str, Any]:
     end = ending(completion)
     if calls and turn.ends_with_calls and completion.finish_reason == "stop":
         end["finish_reason"] = "tool_calls"
@@ -92,9 +101,9 @@ def _ending(completion: CompletionOutput, turn: Turn, calls: bool) -> dict[str, 
 class _Deltas:
     """Makes the entries of ``choices`` of one stream."""
 
-    def __init__(self, body: ChatRequest, turn: Turn) -> None:
+    def __init__(self, body: ChatRequest, turn: ChatTurn) -> None:
         self._body, self._turn = body, turn
-        self._readers: dict[int, Reader] = {}
+        self._readers: dict[int, AnswerReader] = {}
         self._calls: set[int] = set()  # choices that have some
 
     def choice(self, completion: CompletionOutput) -> dict[str, Any] | None:
@@ -106,7 +115,7 @@ class _Deltas:
             pieces += reader.finish()
         elif not pieces and not (completion.token_ids and (body.logprobs or body.return_token_ids)):
             return None  # half a character, or the beginning of a stop string or of a call, perhaps
-        if any(isinstance(piece, Call) for piece in pieces):
+        if any(isinstance(piece, ToolCallBegin) for piece in pieces):
             self._calls.add(index)
         choice = {
             "index": index,
@@ -125,7 +134,7 @@ def delta(pieces: Sequence[Piece], new_call_id: Callable[[], str]) -> dict[str, 
     content = "".join(piece.text for piece in pieces if isinstance(piece, Content))
     calls: dict[int, dict[str, Any]] = {}
     for piece in pieces:
-        if isinstance(piece, Call):
+        if isinstance(piece, ToolCallBegin):
             function = {"name": piece.name, "arguments": ""}
             calls[piece.index] = {"index": piece.index, "id": new_call_id(), "type": "function", "function": function}
         elif isinstance(piece, Arguments):
@@ -139,7 +148,9 @@ def delta(pieces: Sequence[Piece], new_call_id: Callable[[], str]) -> dict[str, 
     return result
 
 
-async def _chunks(head: dict[str, Any], body: ChatRequest, turn: Turn, outputs: Outputs) -> AsyncGenerator[bytes, None]:
+async def _chunks(
+    head: dict[str, Any], body: ChatRequest, turn: ChatTurn, outputs: Outputs
+) -> AsyncGenerator[bytes, None]:
     usage, ended, deltas = Usage(), set[int](), _Deltas(body, turn)
     asked = body.stream_options or StreamOptions()
     begun, last = False, dict[str, Any]()

@@ -15,7 +15,7 @@ from tritonllm.serve.api.errors import APIError, anthropic_error
 from tritonllm.serve.api.messages_protocol import CountRequest, MessagesRequest
 from tritonllm.serve.api.protocol import chat_request
 from tritonllm.serve.api.replies import Usage, named_event
-from tritonllm.serve.api.turn import Turn, prepare
+from tritonllm.serve.api.turn import ChatTurn, prepare
 from tritonllm.serve.parsing.objects import Objects
 
 
@@ -73,7 +73,7 @@ def _content(block: Block) -> dict[str, Any]:
     return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": arguments}
 
 
-async def _whole(head: dict[str, Any], turn: Turn, outputs: Outputs) -> dict[str, Any]:
+async def _whole(head: dict[str, Any], turn: ChatTurn, outputs: Outputs) -> dict[str, Any]:
     usage, blocks, last = Usage(), Blocks(turn.new_call_id), None
     async for _, completion in follow(turn, outputs, usage, blocks):
         last = completion
@@ -82,7 +82,7 @@ async def _whole(head: dict[str, Any], turn: Turn, outputs: Outputs) -> dict[str
     return {**head, "content": content, **_ending(last, blocks), "usage": _usage(usage)}
 
 
-async def _stream(head: dict[str, Any], turn: Turn, outputs: Outputs) -> AsyncGenerator[bytes, None]:
+async def _stream(head: dict[str, Any], turn: ChatTurn, outputs: Outputs) -> AsyncGenerator[bytes, None]:
     usage, blocks, begun = Usage(), Blocks(turn.new_call_id), False
     async for changes, completion in follow(turn, outputs, usage, blocks):
         if not begun:

@@ -92,7 +92,7 @@ class _Times:
     tokens: dict[int, int] = field(default_factory=dict)  # of each continuation
 
 
-class Metrics:
+class ServerMetrics:
     """Follows the requests of one :class:`AsyncLLM`.
 
     Args:

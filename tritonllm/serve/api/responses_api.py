@@ -14,7 +14,7 @@ from tritonllm.serve.api.errors import APIError
 from tritonllm.serve.api.protocol import Body
 from tritonllm.serve.api.replies import Usage, named_event, now
 from tritonllm.serve.api.responses_protocol import ResponsesRequest
-from tritonllm.serve.api.turn import Turn, prepare
+from tritonllm.serve.api.turn import ChatTurn, prepare
 
 
 async def respond_to(service: Service, request: Request, body: ResponsesRequest) -> Response:
@@ -33,7 +33,7 @@ async def respond_to(service: Service, request: Request, body: ResponsesRequest)
     return await respond(request, _whole(head, turn, outputs))
 
 
-def _head(name: str, model: str, body: ResponsesRequest, turn: Turn) -> dict[str, Any]:
+def _head(name: str, model: str, body: ResponsesRequest, turn: ChatTurn) -> dict[str, Any]:
     params = turn.params
     assert isinstance(params, SamplingParams)  # this API knows no beam search
     return {
@@ -114,7 +114,7 @@ def _ended(head: dict[str, Any], blocks: Blocks, last: CompletionOutput, usage: 
     }
 
 
-async def _whole(head: dict[str, Any], turn: Turn, outputs: Outputs) -> dict[str, Any]:
+async def _whole(head: dict[str, Any], turn: ChatTurn, outputs: Outputs) -> dict[str, Any]:
     usage, blocks, last = Usage(), Blocks(turn.new_call_id), None
     async for _, completion in follow(turn, outputs, usage, blocks):
         last = completion
@@ -158,7 +158,7 @@ class _Events:
         return [*events, self.make("response.output_item.done", output_index=index, item=item)]
 
 
-async def _stream(events: _Events, turn: Turn, outputs: Outputs) -> AsyncGenerator[bytes, None]:
+async def _stream(events: _Events, turn: ChatTurn, outputs: Outputs) -> AsyncGenerator[bytes, None]:
     usage, blocks, begun = Usage(), Blocks(turn.new_call_id), False
     async for changes, completion in follow(turn, outputs, usage, blocks):
         if not begun:

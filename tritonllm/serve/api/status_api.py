@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from tritonllm.serve.api.errors import APIError, as_api_error, error_response
-from tritonllm.serve.api.metrics import Metrics
+from tritonllm.serve.api.metrics import ServerMetrics
 from tritonllm.serve.engines.async_llm import AsyncLLM
 from tritonllm.telemetry.snapshot import View
 from tritonllm.version import __version__
@@ -27,7 +27,7 @@ NO_ANSWER = f"the engine has not answered for {ANSWERS_WITHIN:g} seconds: a step
 BETWEEN_LOOKS = 0.05  # seconds at least: a look takes 2 ms of the engine's time with 256 sequences of 64 blocks
 
 
-class Looks:
+class ActivityQuestions:
     """At what an engine does (:mod:`tritonllm.serve.engines.activity`), one after the other, however many want to look:
     who asks what is asked already gets the same answer."""
 
@@ -61,9 +61,9 @@ class Looks:
                 self._last = monotonic()
 
 
-def add_status(app: FastAPI, llm: AsyncLLM, metrics: Metrics) -> None:
+def add_status(app: FastAPI, llm: AsyncLLM, metrics: ServerMetrics) -> None:
     page = (resources.files("tritonllm.serve.api") / "status.html").read_bytes()
-    looks = Looks(llm)
+    looks = ActivityQuestions(llm)
 
     @app.get("/", include_in_schema=False)
     async def page_of_status() -> Response:

@@ -15,7 +15,7 @@ from tritonllm.config.thought_format import ThoughtFormat
 from tritonllm.serve.api.answering import Service, unless_disconnected
 from tritonllm.serve.api.beam_search import search_params
 from tritonllm.serve.api.protocol import ChatRequest
-from tritonllm.serve.parsing.pieces import Arguments, Call, Kept, Piece, Reader, Reasoning
+from tritonllm.serve.parsing.pieces import AnswerReader, Arguments, FilteredReader, Piece, Reasoning, ToolCallBegin
 from tritonllm.serve.parsing.source import SourceReader
 from tritonllm.serve.parsing.tools import named, required
 
@@ -24,7 +24,7 @@ _ANYTHING = {"type": "object"}
 
 
 @dataclass(frozen=True)
-class Turn:
+class ChatTurn:
     """Args:
     prompt, params: what to run.
     new_reader: makes a reader for one answer.
@@ -35,7 +35,7 @@ class Turn:
 
     prompt: Prompt
     params: SamplingParams | BeamSearchParams
-    new_reader: Callable[[], Reader]
+    new_reader: Callable[[], AnswerReader]
     new_call_id: Callable[[], str]
     ends_with_calls: bool
     tokenizer: Any = None
@@ -43,7 +43,7 @@ class Turn:
 
 async def prepare(
     service: Service, request: Request, body: ChatRequest, logprobs: int | None = None, *, must_fit: bool = True
-) -> Turn:
+) -> ChatTurn:
     """Args:
         request: whose client may leave meanwhile.
         must_fit: a prompt that is far too long is refused by its beginning.
@@ -83,18 +83,18 @@ async def prepare(
     if body.cache_salt is not None:
         prompt["cache_salt"] = body.cache_salt
 
-    def new_reader() -> Reader:
+    def new_reader() -> AnswerReader:
         chosen = body.named_tool()
         if form is not None:
             calls = SourceReader(required) if chosen is None else SourceReader(named, chosen)
-            reader: Reader = formats.thinking(prompt["prompt"], calls) if thinks else calls
+            reader: AnswerReader = formats.thinking(prompt["prompt"], calls) if thinks else calls
         else:
             reader = formats.reader(prompt["prompt"], list(functions), has_form=has_form)
-        return Kept(reader, _wanted(body))
+        return FilteredReader(reader, _wanted(body))
 
     ids = _nine_characters if formats.tools == "mistral" else _call_id
     ends_with_calls = not isinstance(body.tool_choice, dict)
-    return Turn(prompt, params, new_reader, ids, ends_with_calls, service.llm.inputs.tokenizer)
+    return ChatTurn(prompt, params, new_reader, ids, ends_with_calls, service.llm.inputs.tokenizer)
 
 
 def _where_stops_count(asked: bool | None, thought: ThoughtFormat | None, by_tokenizer: bool) -> ThoughtFormat | bool:
@@ -112,7 +112,7 @@ def _wanted(body: ChatRequest) -> Callable[[Piece], bool]:
     several = body.parallel_tool_calls is not False
 
     def keep(piece: Piece) -> bool:
-        if isinstance(piece, Call | Arguments):
+        if isinstance(piece, ToolCallBegin | Arguments):
             return several or piece.index == 0
         return body.include_reasoning or not isinstance(piece, Reasoning)
 

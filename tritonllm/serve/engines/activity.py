@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from tritonllm.telemetry.recorder import Recorder
+from tritonllm.telemetry.recorder import ActivityRecorder
 from tritonllm.telemetry.snapshot import View, to_json
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class Activity:
 
     def __init__(self, engine: "LLMEngine") -> None:
         self._engine = engine
-        self._recorder: Recorder | None = None
+        self._recorder: ActivityRecorder | None = None
         self._asked = 0.0
 
     @property
@@ -45,7 +45,7 @@ class Activity:
         shown = View(**view)
         self._asked = time.monotonic()
         if self._recorder is None:
-            self._recorder = Recorder(self._engine)
+            self._recorder = ActivityRecorder(self._engine)
         snapshot, stats = self._recorder.look(shown), self._engine.stats
         counters = dataclasses.replace(
             snapshot.counters,

@@ -28,7 +28,7 @@ from tritonllm.serve.engines.open_requests import Observer, OpenRequests
 from tritonllm.serve.engines.pooling_messages import PoolingCollector
 from tritonllm.serve.engines.profiling import ProfilerConfig
 from tritonllm.serve.engines.replicas import Replicas, start_engines
-from tritonllm.serve.engines.room import QueueFullError, Room, sequences_of
+from tritonllm.serve.engines.room import EngineRoom, QueueFullError, sequences_of
 from tritonllm.serve.engines.shared_count import SharedCount
 from tritonllm.serve.engines.tokenizing import Params, Tokenizing, numbered
 
@@ -102,7 +102,7 @@ class AsyncLLM(EngineHealth, EngineCalls, Tokenizing):
         self.pooling = self._client.ready.pooling
         self.max_num_seqs = self._client.ready.max_num_seqs
         count = SharedCount() if sequences is None else sequences
-        self._room = Room(self.max_num_seqs + max_queue, count)
+        self._room = EngineRoom(self.max_num_seqs + max_queue, count)
         self._requests = OpenRequests(self._room, self._abort)
         self.on_death: Callable[[str], None] | None = None
         self._stopped: str | None = None  # why there are no requests any more

@@ -21,7 +21,7 @@ import zmq.asyncio
 from tritonllm.config.engine import EngineConfig
 from tritonllm.dist.lockstep import ExpertPlace
 from tritonllm.dist.watch import UNGUARDED
-from tritonllm.serve.engines.messages import Abort, Failed, News, Ready, Stop, ToEngine
+from tritonllm.serve.engines.messages import Abort, EngineReady, Failed, News, Stop, ToEngine
 from tritonllm.serve.engines.profiling import ProfilerConfig
 from tritonllm.system.starting import later, run_spawned
 
@@ -52,7 +52,7 @@ class EngineLink(ABC):
         ready: what the engine has told.
     """
 
-    def __init__(self, folder: str, ready: Ready) -> None:
+    def __init__(self, folder: str, ready: EngineReady) -> None:
         self.failure: str | None = None  # why the engine cannot be used any more
         self.ready = ready
         self._folder = folder
@@ -189,14 +189,14 @@ class EngineProcess:
             raise
         theirs.close()
 
-    def await_ready(self) -> Ready:
+    def await_ready(self) -> EngineReady:
         """Raises:
         ValueError: the engine refuses its configuration or its model.
         RuntimeError: it failed to start otherwise.
         """
         wait([self.reports, self.process.sentinel])
         report = _read(self.reports)
-        if isinstance(report, Ready):
+        if isinstance(report, EngineReady):
             return report
         if report is None:
             self.process.join()
@@ -300,11 +300,11 @@ class EngineClient(EngineLink):
         self._reports.close()
 
 
-def _read(reports: Connection) -> Ready | Failed | None:
+def _read(reports: Connection) -> EngineReady | Failed | None:
     """What lies in the pipe; ``None`` if nothing does."""
     try:
         if reports.poll():
-            return msgspec.msgpack.decode(reports.recv_bytes(), type=Ready | Failed)
+            return msgspec.msgpack.decode(reports.recv_bytes(), type=EngineReady | Failed)
     except (EOFError, OSError):  # it ended without a word
         pass
     return None

@@ -38,15 +38,15 @@ from tritonllm.models import checkpoint
 from tritonllm.serve.engines import profiling
 from tritonllm.serve.engines.activity import Activity
 from tritonllm.serve.engines.child_process import end_with_parent, log_to_stderr
-from tritonllm.serve.engines.fellows import Fellows, end_if_silent
+from tritonllm.serve.engines.lockstep_engines import LockstepEngines, end_if_silent
 from tritonllm.serve.engines.messages import (
     Abort,
     Add,
     Answer,
     Call,
+    EngineReady,
     Failed,
     News,
-    Ready,
     Stats,
     Stop,
     ToEngine,
@@ -98,14 +98,12 @@ def run_engine(
     """The process's main function.
 
     Args:
-        config: of the engine.
-        folder: where the sockets lie; ``folder/engine`` is bound here.
-        reports: gets :class:`Ready` or :class:`Failed` after the start, and :class:`Failed` if the engine cannot go on.
-        log_level: of the package's messages on stderr; ``None`` sets up no logging.
-        devices: those of this machine's GPUs that it sees; ``None`` for all.
-        profiler: how traces are written, if they may be.
-        replica: which of several engines it is, for its messages; ``None`` for the only one.
-        place: among engines that share the model's experts, if there are others.
+        config: of the engine. folder: where the sockets lie; ``folder/engine`` is bound here. reports: gets
+        :class:`EngineReady` or :class:`Failed` after the start, and :class:`Failed` if the engine cannot go on.
+        log_level: of the package's messages on stderr; ``None`` sets up no logging. devices: those of this machine's
+        GPUs that it sees; ``None`` for all. profiler: how traces are written, if they may be. replica: which of several
+        engines it is, for its messages; ``None`` for the only one. place: among engines that share the model's experts,
+        if there are others.
     """
     if devices is not None:
         env.see_devices(devices)
@@ -163,13 +161,13 @@ def _end_profile(profiles: Profiles) -> None:
         logger.exception("the trace could not be ended")
 
 
-def describe(engine: LLMEngine) -> Ready:
+def describe(engine: LLMEngine) -> EngineReady:
     config = engine.config.model
     assert config.max_model_len is not None
     tokenizer = config.tokenizer
     if tokenizer is None:
         tokenizer = str(checkpoint.resolve(config.model, config.revision, trust_remote_code=config.trust_remote_code))
-    return Ready(
+    return EngineReady(
         tokenizer=None if config.skip_tokenizer_init else tokenizer,
         revision=config.revision if config.tokenizer else None,
         trust_remote_code=config.trust_remote_code,
@@ -219,7 +217,7 @@ class EngineLoop:
         self._stopped = self._failed_before = False
         self._sent = Stats()  # what all clients know
         self._activity = Activity(engine)
-        self._fellows = None if engine.lockstep is None else Fellows(engine, engine.lockstep, socket)
+        self._lockstep_engines = None if engine.lockstep is None else LockstepEngines(engine, engine.lockstep, socket)
 
     def run(self) -> None:
         """Until :class:`Stop` comes.
@@ -231,11 +229,11 @@ class EngineLoop:
         while not self._stopped:
             self._add_parsed()
             idle = not self._engine.has_unfinished_requests()
-            if idle and self._fellows is not None:
+            if idle and self._lockstep_engines is not None:
                 saving = ONLY_SAVING if self._engine.is_saving else None
-                self._fellows.await_work(longest=ONLY_PARSING if self._parsing else saving)
+                self._lockstep_engines.await_work(longest=ONLY_PARSING if self._parsing else saving)
             idle &= not self._parsing
-            updates = self._take_messages(block=idle and self._fellows is None)
+            updates = self._take_messages(block=idle and self._lockstep_engines is None)
             if self._engine.has_unfinished_requests():
                 updates += self._step()
             self._send(updates)
@@ -252,7 +250,7 @@ class EngineLoop:
         except (StepTimeoutError, WorkerError):  # nothing repairs them
             raise
         except Exception:
-            if self._failed_before or self._fellows is not None:  # others are in the middle of the same step
+            if self._failed_before or self._lockstep_engines is not None:  # others are in the middle of the same step
                 raise
             self._failed_before = True
             logger.exception("a step failed: all requests in the engine end with an error")
@@ -359,7 +357,7 @@ class EngineLoop:
         while self._parsing:
             first = self._parsing[0]
             if first.grammar is not None:
-                waits = self._engine.has_unfinished_requests() or self._fellows is not None
+                waits = self._engine.has_unfinished_requests() or self._lockstep_engines is not None
                 patience = 0 if waits else ONLY_PARSING
                 if not futures.wait([first.grammar], patience).done:
                     return

@@ -4,7 +4,7 @@ from tritonllm.config.kv_transfer import KVTransferConfig
 from tritonllm.engine.text.input_processor import InputProcessor
 from tritonllm.engine.text.tokenizer import load_tokenizer
 from tritonllm.engine.transfer.params import TransferParams
-from tritonllm.serve.engines.messages import Ready, unpack_params
+from tritonllm.serve.engines.messages import EngineReady, unpack_params
 
 
 def import_tokenizers() -> None:
@@ -15,7 +15,7 @@ def import_tokenizers() -> None:
 
 
 def input_processor(
-    ready: Ready, *, takes_extra_args: bool = False, transfer: KVTransferConfig | None = None
+    ready: EngineReady, *, takes_extra_args: bool = False, transfer: KVTransferConfig | None = None
 ) -> InputProcessor:
     """Checks requests as the engine does, so that most errors need no way there.
 

@@ -179,7 +179,7 @@ class PoolingFacts(msgspec.Struct):
     token_types: int
 
 
-class Ready(msgspec.Struct, tag=True):
+class EngineReady(msgspec.Struct, tag=True):
     """The engine has started: what the API process must know of it."""
 
     tokenizer: str | None  # folder or hub id

@@ -11,7 +11,7 @@ from tritonllm.serve.engines.collector import Collector
 from tritonllm.serve.engines.engine_client import EngineDeadError
 from tritonllm.serve.engines.messages import Add, Update
 from tritonllm.serve.engines.pooling_messages import PoolingCollector
-from tritonllm.serve.engines.room import Room
+from tritonllm.serve.engines.room import EngineRoom
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class OpenRequests:
         observer: of them, if somebody asks.
     """
 
-    def __init__(self, room: Room, abort: Callable[[str], None]) -> None:
+    def __init__(self, room: EngineRoom, abort: Callable[[str], None]) -> None:
         self.observer: Observer | None = None
         self._room, self._abort = room, abort
         # and the request's number of sequences

@@ -22,7 +22,7 @@ from tritonllm.dist.lockstep import Board, ExpertPlace
 from tritonllm.engine.data.request import packed_from
 from tritonllm.serve.engines import profiling
 from tritonllm.serve.engines.engine_client import EngineClient, EngineDeadError, EngineLink, EngineProcess
-from tritonllm.serve.engines.messages import Abort, Add, Answer, Call, News, Ready, Stats, ToEngine, Update
+from tritonllm.serve.engines.messages import Abort, Add, Answer, Call, EngineReady, News, Stats, ToEngine, Update
 from tritonllm.serve.engines.placement import Placement
 from tritonllm.serve.engines.profiling import ProfilerConfig
 from tritonllm.serve.engines.restarts import STARTING, Restarts, StartingProcess
@@ -187,7 +187,7 @@ class Replicas:
         self._living = set(range(len(self._links)))
         told = [link.ready for link in self._links]
         self.stats = [one.stats for one in told]
-        self.ready: Ready = msgspec.structs.replace(
+        self.ready: EngineReady = msgspec.structs.replace(
             told[0], max_num_seqs=sum(one.max_num_seqs for one in told), stats=together(self.stats)
         )
         self.failure: str | None = None

@@ -28,7 +28,7 @@ def sequences_of(params: Params) -> int:
     return params.n if isinstance(params, SamplingParams) else 1
 
 
-class Room:
+class EngineRoom:
     """Args:
     most: sequences that may be in the engine.
     count: of those that are there, of all its API processes.

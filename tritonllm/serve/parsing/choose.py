@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tritonllm.config.thought_format import ThoughtFormat
-from tritonllm.serve.parsing.pieces import Chain, Plain, Reader
+from tritonllm.serve.parsing.pieces import AnswerReader, Plain, ReaderChain
 from tritonllm.serve.parsing.reasoning import END, START, harmony, think
 from tritonllm.serve.parsing.source import SourceReader
 from tritonllm.serve.parsing.tools import deepseek, hermes, llama3_json, mistral
@@ -79,7 +79,7 @@ class Formats:
     reasoning: str | None
     special: frozenset[str] = frozenset()
 
-    def reader(self, prompt: str, tools: Collection[str], *, has_form: bool = False) -> Reader:
+    def reader(self, prompt: str, tools: Collection[str], *, has_form: bool = False) -> AnswerReader:
         """A reader of one answer.
 
         Args:
@@ -89,14 +89,14 @@ class Formats:
         """
         if self._in_channels(tools):
             return SourceReader(harmony)
-        calls: Reader = Plain()
+        calls: AnswerReader = Plain()
         if tools and self.tools == "llama3_json":
             calls = SourceReader(llama3_json, tools)
         elif tools and self.tools is not None:
             calls = SourceReader(_SIMPLE[self.tools])
         if self.reasoning is None:
             return calls
-        return Chain(SourceReader(think, not has_form and self._is_inside(prompt.rstrip())), calls)
+        return ReaderChain(SourceReader(think, not has_form and self._is_inside(prompt.rstrip())), calls)
 
     def thought(self, prompt: str, tools: Collection[str], *, has_form: bool = False) -> ThoughtFormat | None:
         """How the thoughts are written that :meth:`reader` reads out of an answer; ``None`` if there are none.
@@ -120,14 +120,14 @@ class Formats:
         between_tags = self.reasoning is not None and REASONING_PARSERS[self.reasoning] == START
         return between_tags and not prompt.rstrip().endswith(END)
 
-    def thinking(self, prompt: str, then: Reader) -> Reader:
+    def thinking(self, prompt: str, then: AnswerReader) -> AnswerReader:
         """A reader of a thought, if there is one, and of what follows it.
 
         Args:
             prompt: the text that the answer follows; a thought may have begun at its end.
             then: reads what follows.
         """
-        return Chain(SourceReader(think, self._is_inside(prompt.rstrip())), then)
+        return ReaderChain(SourceReader(think, self._is_inside(prompt.rstrip())), then)
 
     def _is_inside(self, prompt: str) -> bool:
         if self.reasoning == "deepseek_r1":  # its first templates leave the tag to the model, which may leave it out

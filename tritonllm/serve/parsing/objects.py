@@ -8,8 +8,8 @@ text goes wrong, what is open is closed, and the rest is left out.
 import json
 import re
 
-from tritonllm.serve.parsing.pieces import Arguments, Call, Piece, Reader
-from tritonllm.serve.parsing.source import Source, SourceReader, Steps
+from tritonllm.serve.parsing.pieces import AnswerReader, Arguments, Piece, ToolCallBegin
+from tritonllm.serve.parsing.source import PieceSource, SourceReader, Steps
 
 DEEPEST = 64  # levels within the object; a parser that is recursive must not fail
 AT_ONCE = 1024  # characters; each token that is taken of a text costs a copy of the rest
@@ -29,7 +29,7 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
 class Objects:
     """Makes an object of the arguments of each call that another reader finds."""
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: AnswerReader) -> None:
         self._reader = reader
         self._open: SourceReader | None = None  # of the call whose arguments come
 
@@ -48,7 +48,7 @@ class Objects:
                 continue
             passed += self._close()
             passed.append(piece)
-            if isinstance(piece, Call):
+            if isinstance(piece, ToolCallBegin):
                 self._open = SourceReader(json_object, piece.index)
         return passed
 
@@ -57,7 +57,7 @@ class Objects:
         return [] if last is None else last.finish()
 
 
-def json_object(text: Source, index: int) -> Steps[None]:
+def json_object(text: PieceSource, index: int) -> Steps[None]:
     """What the text has of a JSON object, as one; without spaces between its parts. ``{}`` if it begins as none.
 
     Args:
@@ -72,7 +72,7 @@ def json_object(text: Source, index: int) -> Steps[None]:
         text.text = ""
 
 
-def _value(text: Source, index: int, before: str, depth: int) -> Steps[bool]:
+def _value(text: PieceSource, index: int, before: str, depth: int) -> Steps[bool]:
     """One value behind the text ``before``, closed in any case; nothing if none begins. Returns whether it is whole."""
     first = yield from text.skip()
     if first == '"':
@@ -94,7 +94,7 @@ def _value(text: Source, index: int, before: str, depth: int) -> Steps[bool]:
     return False
 
 
-def _items(text: Source, index: int, opened: str, depth: int) -> Steps[bool]:
+def _items(text: PieceSource, index: int, opened: str, depth: int) -> Steps[bool]:
     """What stands between two brackets, and the second one, which is not passed on; returns whether it came."""
     before = ""
     while True:
@@ -116,7 +116,7 @@ def _items(text: Source, index: int, opened: str, depth: int) -> Steps[bool]:
     return bool(text.take(1)) and character == _CLOSE[opened]
 
 
-def _key(text: Source) -> Steps[str | None]:
+def _key(text: PieceSource) -> Steps[str | None]:
     """A key and its colon; ``None`` if they do not come."""
     raw = yield from text.value()
     try:
@@ -129,7 +129,7 @@ def _key(text: Source) -> Steps[str | None]:
     return json.dumps(key.encode("utf-8", "replace").decode(), ensure_ascii=False) + ":"
 
 
-def _string(text: Source, index: int) -> Steps[bool]:
+def _string(text: PieceSource, index: int) -> Steps[bool]:
     """The rest of a string, without the quote at its end; returns whether that came."""
     while (yield from text.peek()):
         found = _NOT_PLAIN.search(text.text)
@@ -149,7 +149,7 @@ def _string(text: Source, index: int) -> Steps[bool]:
     return False
 
 
-def _escape(text: Source) -> Steps[str]:
+def _escape(text: PieceSource) -> Steps[str]:
     """An escape as JSON has it; a backslash that begins none is itself. ``""`` if the text breaks off within."""
     for length, pattern in _ESCAPES:
         while len(text.text) < length and (yield from text.more()):

@@ -20,7 +20,7 @@ class Content:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ToolCallBegin:
     """A call of a tool begins, the ``index``-th of the answer; its arguments follow."""
 
     index: int
@@ -35,10 +35,10 @@ class Arguments:
     text: str
 
 
-Piece = Reasoning | Content | Call | Arguments
+Piece = Reasoning | Content | ToolCallBegin | Arguments
 
 
-class Reader(Protocol):
+class AnswerReader(Protocol):
     """Reads one answer. However its text is cut, the pieces together say the same."""
 
     def feed(self, text: str) -> list[Piece]:
@@ -59,20 +59,20 @@ class ToolCall:
 
 
 @dataclass
-class Answer:
+class ParsedAnswer:
     """Pieces put together."""
 
     reasoning: str = ""
     content: str = ""
     calls: list[ToolCall] = field(default_factory=list)
 
-    def add(self, pieces: Iterable[Piece]) -> "Answer":
+    def add(self, pieces: Iterable[Piece]) -> "ParsedAnswer":
         for piece in pieces:
             if isinstance(piece, Reasoning):
                 self.reasoning += piece.text
             elif isinstance(piece, Content):
                 self.content += piece.text
-            elif isinstance(piece, Call):
+            elif isinstance(piece, ToolCallBegin):
                 self.calls.append(ToolCall(piece.name))
             else:
                 self.calls[piece.index].arguments += piece.text
@@ -89,10 +89,10 @@ class Plain:
         return []
 
 
-class Chain:
+class ReaderChain:
     """What the first reader takes for content, the second one reads."""
 
-    def __init__(self, first: Reader, second: Reader) -> None:
+    def __init__(self, first: AnswerReader, second: AnswerReader) -> None:
         self._first, self._second = first, second
 
     def feed(self, text: str) -> list[Piece]:
@@ -108,10 +108,10 @@ class Chain:
         return passed
 
 
-class Kept:
+class FilteredReader:
     """Leaves out the pieces that ``keep`` refuses."""
 
-    def __init__(self, reader: Reader, keep: Callable[[Piece], bool]) -> None:
+    def __init__(self, reader: AnswerReader, keep: Callable[[Piece], bool]) -> None:
         self._reader, self._keep = reader, keep
 
     def feed(self, text: str) -> list[Piece]:
@@ -121,9 +121,9 @@ class Kept:
         return [piece for piece in self._reader.finish() if self._keep(piece)]
 
 
-def read(reader: Reader, *texts: str) -> Answer:
+def read(reader: AnswerReader, *texts: str) -> ParsedAnswer:
     """The whole answer whose text comes in these parts."""
-    answer = Answer()
+    answer = ParsedAnswer()
     for text in texts:
         answer.add(reader.feed(text))
     return answer.add(reader.finish())

@@ -4,13 +4,13 @@ import re
 from collections.abc import Callable
 from functools import partial
 
-from tritonllm.serve.parsing.pieces import Arguments, Call, Content, Piece, Reasoning
-from tritonllm.serve.parsing.source import Source, Steps
+from tritonllm.serve.parsing.pieces import Arguments, Content, Piece, Reasoning, ToolCallBegin
+from tritonllm.serve.parsing.source import PieceSource, Steps
 
 START, END = "<think>", "</think>"
 
 
-def think(text: Source, inside: bool) -> Steps[None]:
+def think(text: PieceSource, inside: bool) -> Steps[None]:
     """``<think>...</think>`` and then the answer: Qwen3, DeepSeek. Whitespace around both tags is nobody's.
 
     Args:
@@ -33,7 +33,7 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
 
 
-def harmony(text: Source) -> Steps[None]:
+def harmony(text: PieceSource) -> Steps[None]:
     """gpt-oss: messages ``<|channel|>NAME<|message|>...<|end|>``. The channel ``analysis`` holds thoughts, a message
     with a recipient (``to=functions.NAME``) is a call. The format is that of OpenAI's harmony guide; its own library
     reads token ids and fetches a vocabulary from the network at its first use, so it is not taken here."""
@@ -49,7 +49,7 @@ def harmony(text: Source) -> Steps[None]:
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
         make: Callable[[str], Piece] = Content
         if recipient is not None:
-            yield Call(calls, recipient[1].removeprefix("functions."))
+            yield ToolCallBegin(calls, recipient[1].removeprefix("functions."))
             make = partial(Arguments, calls)
             calls += 1
         elif channel is not None and channel[1] == "analysis":

@@ -1,7 +1,7 @@
 """Text that arrives in parts, for readers that are written as if it were all there.
 
-A reader is a generator over a :class:`Source`. It yields pieces, and ``None`` where it has to wait for more text, so
-that what it decides depends on the text alone and not on where the text was cut.
+A reader is a generator over a :class:`PieceSource`. It yields pieces, and ``None`` where it has to wait for more text,
+so that what it decides depends on the text alone and not on where the text was cut.
 """
 
 import re
@@ -17,7 +17,7 @@ _IN_STRING = re.compile(r'["\\]')
 _SPACE = re.compile(r"\s*")
 
 
-class Source:
+class PieceSource:
     """The text that nobody has read yet."""
 
     def __init__(self) -> None:
@@ -198,14 +198,14 @@ def _held(text: str, markers: tuple[str, ...]) -> int:
 
 
 class SourceReader:
-    """A :class:`~tritonllm.serve.parsing.pieces.Reader` made of a generator.
+    """A :class:`~tritonllm.serve.parsing.pieces.AnswerReader` made of a generator.
 
     Args:
         body: the generator function; what it leaves unread at the end is content.
     """
 
     def __init__(self, body: Callable[..., Steps[None]], *args: Any) -> None:
-        self._source = Source()
+        self._source = PieceSource()
         self._steps = self._all(body, *args)
 
     def _all(self, body: Callable[..., Steps[None]], *args: Any) -> Steps[None]:

@@ -9,14 +9,14 @@ import re
 from collections.abc import Collection
 from functools import partial
 
-from tritonllm.serve.parsing.pieces import Arguments, Call, Content
-from tritonllm.serve.parsing.source import Source, Steps
+from tritonllm.serve.parsing.pieces import Arguments, Content, ToolCallBegin
+from tritonllm.serve.parsing.source import PieceSource, Steps
 
 _NAME = re.compile(r'[^\s{}\[\]"<>]')
 ARGUMENT_KEYS = ("arguments", "parameters")
 
 
-def call_object(text: Source, index: int, known: Collection[str] | None = None) -> Steps[bool]:
+def call_object(text: PieceSource, index: int, known: Collection[str] | None = None) -> Steps[bool]:
     """A call as a JSON object, ``{"name": ..., "arguments": {...}}`` or with ``parameters``.
 
     Args:
@@ -40,7 +40,7 @@ def call_object(text: Source, index: int, known: Collection[str] | None = None) 
             name = _text_of((yield from text.value()))
             if not name or (known is not None and name not in known):
                 return False
-            yield Call(index, name)
+            yield ToolCallBegin(index, name)
             if arguments is not None:
                 yield Arguments(index, arguments)
         elif key in ARGUMENT_KEYS and arguments is None:
@@ -75,7 +75,7 @@ def _as_arguments(value: str) -> str:
     return decoded if decoded is not None else "{}" if value in ("null", "") else value
 
 
-def _content(text: Source, start: str, calls: int) -> Steps[bool]:
+def _content(text: PieceSource, start: str, calls: int) -> Steps[bool]:
     """Yield what is said before the next calls begin; false if none do. Whitespace around calls is nobody's."""
     space, marker = yield from text.run(Content, start)
     if not marker and space and (space.strip() or not calls):
@@ -84,7 +84,7 @@ def _content(text: Source, start: str, calls: int) -> Steps[bool]:
     return bool(marker)
 
 
-def hermes(text: Source) -> Steps[None]:
+def hermes(text: PieceSource) -> Steps[None]:
     """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``: Hermes, Qwen2.5 and Qwen3."""
     start, end, count = "<tool_call>", "</tool_call>", 0
     while (yield from _content(text, start, count)):
@@ -95,7 +95,7 @@ def hermes(text: Source) -> Steps[None]:
             yield Content(text.taken)
 
 
-def llama3_json(text: Source, known: Collection[str]) -> Steps[None]:
+def llama3_json(text: PieceSource, known: Collection[str]) -> Steps[None]:
     """An answer that is nothing but ``{"name": ..., "parameters": {...}}``, or several with ``;`` between: Llama 3.
 
     Args:
@@ -115,7 +115,7 @@ def llama3_json(text: Source, known: Collection[str]) -> Steps[None]:
     yield from text.rest(Content)
 
 
-def mistral(text: Source) -> Steps[None]:
+def mistral(text: PieceSource) -> Steps[None]:
     """``[TOOL_CALLS]`` with a list of objects, or with ``name{...}``, ``name[ARGS]{...}`` and
     ``name[CALL_ID]id[ARGS]{...}``: Mistral's tokenizers before version 11, of 11, and later ones."""
     count = 0
@@ -134,14 +134,14 @@ def mistral(text: Source) -> Steps[None]:
                 yield from text.matching(_NAME)
             yield from text.accept("[ARGS]")
             if name and (yield from text.skip()) == "{":
-                yield Call(count, name)
+                yield ToolCallBegin(count, name)
                 yield from text.value(partial(Arguments, count))
                 count += 1
         if count == before:
             yield Content(text.taken)
 
 
-def deepseek(text: Source) -> Steps[None]:
+def deepseek(text: PieceSource) -> Steps[None]:
     """Calls between ``<｜tool▁calls▁begin｜>`` and its end, each ``function<｜tool▁sep｜>name`` and a block of JSON
     (DeepSeek-V3, R1), or ``name<｜tool▁sep｜>{...}`` (V3.1)."""
     begin, separator, end = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
@@ -155,7 +155,7 @@ def deepseek(text: Source) -> Steps[None]:
                 yield from text.accept("```json")
             if not name or (yield from text.skip()) != "{":
                 break
-            yield Call(count, name)
+            yield ToolCallBegin(count, name)
             yield from text.value(partial(Arguments, count))
             yield from text.drop(end, begin, last)
             count += 1
@@ -165,7 +165,7 @@ def deepseek(text: Source) -> Steps[None]:
             yield Content(text.taken)
 
 
-def required(text: Source) -> Steps[None]:
+def required(text: PieceSource) -> Steps[None]:
     """A list of call objects, which a grammar has made of the answer."""
     count = 0
     if (yield from text.skip()) == "[":
@@ -175,7 +175,7 @@ def required(text: Source) -> Steps[None]:
     yield from text.drop("]")
 
 
-def named(text: Source, name: str) -> Steps[None]:
+def named(text: PieceSource, name: str) -> Steps[None]:
     """The arguments of one call, which a grammar has made of the answer."""
-    yield Call(0, name)
+    yield ToolCallBegin(0, name)
     yield from text.rest(partial(Arguments, 0))

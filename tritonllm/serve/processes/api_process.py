@@ -24,7 +24,7 @@ from tritonllm.serve.api.config import ServerConfig
 from tritonllm.serve.engines.async_llm import AsyncLLM
 from tritonllm.serve.engines.child_process import end_with_parent, end_without_threads, log_to_stderr
 from tritonllm.serve.engines.engine_client import EngineLink
-from tritonllm.serve.engines.messages import Ready
+from tritonllm.serve.engines.messages import EngineReady
 from tritonllm.serve.engines.shared_count import SharedCount
 from tritonllm.system.starting import leave_out_of_searches
 
@@ -77,7 +77,7 @@ def settings_of(app: Any, config: ServerConfig) -> uvicorn.Config:
 class PipedLink(EngineLink):
     """A link whose engine is another process's child: orders and the news of its death come through a pipe."""
 
-    def __init__(self, folder: str, ready: Ready, pipe: Connection) -> None:
+    def __init__(self, folder: str, ready: EngineReady, pipe: Connection) -> None:
         super().__init__(folder, ready)
         self._pipe = pipe
         self.on_order: Callable[[str], None] = lambda order: None
@@ -133,7 +133,7 @@ def run_api(
     end_with_parent(folder)
     if log_level is not None:
         log_to_stderr(log_level)
-    link = PipedLink(folder, msgspec.msgpack.decode(ready, type=Ready), pipe)
+    link = PipedLink(folder, msgspec.msgpack.decode(ready, type=EngineReady), pipe)
     llm = AsyncLLM(engine, max_queue=max_queue, link=link, sequences=SharedCount(sequences, number))
     app = make_app(llm, config, metrics_folder=folder, running=SharedCount(requests, number))
     server = _Quiet(settings_of(app, config), app, llm, config.drain_seconds)

@@ -31,7 +31,7 @@ WHILE_LOADING = "stopped while the model was loaded"
 OPEN_FILES = 65536  # that a server would like: each connection is one, and shells allow 1024
 
 
-class Server(StoppableServer):
+class ApiServer(StoppableServer):
     """Ends with a status instead of the signal that ended it; a second signal does not wait for the requests."""
 
     @contextmanager
@@ -181,7 +181,7 @@ def serve(
 
 def _serve(llm: AsyncLLM, config: ServerConfig, sock: socket.socket, check: Callable[[], None]) -> int:
     app = make_app(llm, config)
-    server = Server(settings_of(app, config), app, llm, config.drain_seconds)
+    server = ApiServer(settings_of(app, config), app, llm, config.drain_seconds)
 
     def died(why: str) -> None:
         logger.error("%s: the server ends", why)

@@ -13,7 +13,7 @@ from textual.widget import Widget
 from textual.widgets import Footer
 
 from tritonllm.teach.dashboard import draw
-from tritonllm.teach.dashboard.source import Source
+from tritonllm.teach.dashboard.source import SnapshotSource
 from tritonllm.telemetry.snapshot import MOST_CELLS, MOST_ROWS, MOST_STEPS, Snapshot, View
 
 EVERY = 0.1  # seconds between two looks
@@ -58,7 +58,7 @@ class Headline(Widget):
         super().__init__(id="headline")
         self._text = Text()
 
-    def show(self, source: Source, note: str) -> None:
+    def show(self, source: SnapshotSource, note: str) -> None:
         status = source.status()
         self._text = Text(f"{source.title}  ", no_wrap=True, overflow="ellipsis")
         self._text.append(f"● {status.text}", style=f"bold {STATUS_STYLES[status.kind]}")
@@ -110,7 +110,7 @@ class Dashboard(App[None]):
         Binding("q,ctrl+c,ctrl+q", "quit", "quit", key_display="q", priority=True),
     ]
 
-    def __init__(self, source: Source, every: float = EVERY) -> None:
+    def __init__(self, source: SnapshotSource, every: float = EVERY) -> None:
         super().__init__()
         self.source, self.snapshot, self._every, self._first = source, Snapshot(), every, 0
 

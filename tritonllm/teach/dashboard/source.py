@@ -13,7 +13,7 @@ class Status(NamedTuple):
     text: str
 
 
-class Source(Protocol):
+class SnapshotSource(Protocol):
     """Attributes:
     title: what is looked at.
     gate: lets the engine's steps through, if this process has it in its hands.

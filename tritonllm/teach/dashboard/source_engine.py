@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from tritonllm.teach.dashboard.app import Dashboard
 from tritonllm.teach.dashboard.source import Status
 from tritonllm.teach.viewer import Params
-from tritonllm.telemetry.recorder import Gate, Recorder
+from tritonllm.telemetry.recorder import ActivityRecorder, Gate
 from tritonllm.telemetry.snapshot import Snapshot, View
 
 Result = TypeVar("Result")
@@ -22,11 +22,11 @@ class EngineSource:
     """Args:
     engine: an :class:`~tritonllm.engine.loop.engine.LLMEngine`, which another thread runs.
     gate: its steps pass.
-    title: see :class:`~tritonllm.teach.dashboard.source.Source`.
+    title: see :class:`~tritonllm.teach.dashboard.source.SnapshotSource`.
     """
 
     def __init__(self, engine: Any, gate: Gate, title: str) -> None:
-        self.title, self._recorder = title, Recorder(engine, gate)
+        self.title, self._recorder = title, ActivityRecorder(engine, gate)
         self.gate: Gate | None = gate
         self.work_ended = self.failed = False
 

@@ -9,7 +9,7 @@ import numpy as np
 from tritonllm.config.sampling_params import SamplingParams
 from tritonllm.engine.text.tokenizer import bad_word_ids
 from tritonllm.events import NewTokens, Part, RequestAdded
-from tritonllm.teach.narrate.filters import Row, follow
+from tritonllm.teach.narrate.filters import FilterRow, follow
 from tritonllm.teach.narrate.recorder import Recorded
 
 
@@ -109,7 +109,7 @@ class Cast:
             found[part.sequence_id] = row
         return found
 
-    def follow(self, player: Player, recorded: Recorded, mask: np.ndarray | None) -> Row:
+    def follow(self, player: Player, recorded: Recorded, mask: np.ndarray | None) -> FilterRow:
         """What became of a row.
 
         Args:

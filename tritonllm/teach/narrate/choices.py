@@ -11,7 +11,7 @@ SHOWN = 4  # requests of a kind that get a sentence of their own in a step
 
 
 @dataclass(frozen=True)
-class Limits:
+class EngineLimits:
     """Of the engine: what a step may hold, and what its cache is like.
 
     Attributes:
@@ -122,7 +122,7 @@ def waits(step: StepPlanned) -> list[Said]:
     ]
 
 
-def preempted(step: StepPlanned, name: Callable[[str], str], limits: Limits) -> list[Said]:
+def preempted(step: StepPlanned, name: Callable[[str], str], limits: EngineLimits) -> list[Said]:
     """Who lost their blocks."""
     if not step.preempted:
         return []
@@ -134,7 +134,7 @@ def preempted(step: StepPlanned, name: Callable[[str], str], limits: Limits) -> 
 def scheduled(
     step: StepPlanned,
     cast: Cast,
-    limits: Limits,
+    limits: EngineLimits,
     verified: Mapping[str, int],
     lessons: Callable[[str], Sequence[Said]],
 ) -> list[Line]:

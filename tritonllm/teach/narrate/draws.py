@@ -7,21 +7,21 @@ import torch
 
 from tritonllm.config.sampling_params import SamplingParams
 from tritonllm.teach.narrate.acts import Bar, Bars, Count, Line, Said, Share
-from tritonllm.teach.narrate.filters import GREEDY, Row, Stage
-from tritonllm.teach.narrate.pieces import Reader
+from tritonllm.teach.narrate.filters import GREEDY, FilterRow, FilterStage
+from tritonllm.teach.narrate.pieces import TokenReader
 
 CANDIDATES = 5  # the likeliest before the rules, and as many after them
 LESSONS = ("penalties", "grammar", "temperature")
 
 
-def _shown(row: Row, drawn: int) -> list[int]:
+def _shown(row: FilterRow, drawn: int) -> list[int]:
     """The tokens that get bars, best first."""
     best = [tensor.topk(min(CANDIDATES, len(tensor))).indices.tolist() for tensor in (row.model, row.final)]
     tokens = {*best[0], *(token for token in best[1] if row.final[token] > 0), drawn}
     return sorted(tokens, key=lambda t: (-float(row.final[t]), -float(row.model[t]), t))
 
 
-def _bars(row: Row, drawn: int, reader: Reader) -> Bars:
+def _bars(row: FilterRow, drawn: int, reader: TokenReader) -> Bars:
     bars = [
         Bar(
             piece=reader.piece(token),
@@ -35,7 +35,7 @@ def _bars(row: Row, drawn: int, reader: Reader) -> Bars:
     return Bars(tuple(bars))
 
 
-def _stage(stage: Stage, before: torch.Tensor, drawn: int, reader: Reader, params: SamplingParams) -> Said:
+def _stage(stage: FilterStage, before: torch.Tensor, drawn: int, reader: TokenReader, params: SamplingParams) -> Said:
     """What one rule did, with what it made of the token that was drawn in the end."""
     name = stage.name
     if name == "temperature":
@@ -58,7 +58,9 @@ def _stage(stage: Stage, before: torch.Tensor, drawn: int, reader: Reader, param
     return Said(f"stage_{name}", values)
 
 
-def from_row(name: str, row: Row, drawn: int, reader: Reader, params: SamplingParams, said: set[str]) -> list[Line]:
+def from_row(
+    name: str, row: FilterRow, drawn: int, reader: TokenReader, params: SamplingParams, said: set[str]
+) -> list[Line]:
     """Of a row of logits that was recorded.
 
     Args:
@@ -95,7 +97,7 @@ def from_row(name: str, row: Row, drawn: int, reader: Reader, params: SamplingPa
 
 
 def from_logprobs(
-    name: str, token: int, scores: Sequence[tuple[int, float]], reader: Reader, said: set[str]
+    name: str, token: int, scores: Sequence[tuple[int, float]], reader: TokenReader, said: set[str]
 ) -> list[Line]:
     """Of log-probabilities, where nobody could look at the logits: the model's own candidates, and no rules.
 

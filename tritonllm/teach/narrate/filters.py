@@ -20,7 +20,7 @@ from tritonllm.kernels.sampling.edits import ALWAYS, Entry, edit_logits_ref, mak
 GREEDY = "greedy"
 
 
-class Stage(NamedTuple):
+class FilterStage(NamedTuple):
     """What one rule did.
 
     Attributes:
@@ -40,7 +40,7 @@ class Stage(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Row:
+class FilterRow:
     """A row of logits on its way to a token.
 
     Attributes:
@@ -49,7 +49,7 @@ class Row:
     """
 
     model: torch.Tensor
-    stages: tuple[Stage, ...]
+    stages: tuple[FilterStage, ...]
 
     @property
     def final(self) -> torch.Tensor:
@@ -83,7 +83,7 @@ class _Funnel:
 
     def __init__(self, x: torch.Tensor) -> None:
         self.x, self.keep, self.scale = x, x > -torch.inf, scale_ref(torch.ones(1))
-        self.stages: list[Stage] = []
+        self.stages: list[FilterStage] = []
 
     def probabilities(self) -> torch.Tensor:
         x = self.x.double().masked_fill(~self.keep, -torch.inf)
@@ -97,7 +97,9 @@ class _Funnel:
         self.x = old if x is None else x
         self.keep = before & (self.x > -torch.inf) if keep is None else before & keep
         changed = int((self.keep & (self.x != old)).sum())
-        self.stages.append(Stage(name, value, int(before.sum()), int(self.keep.sum()), changed, self.probabilities()))
+        self.stages.append(
+            FilterStage(name, value, int(before.sum()), int(self.keep.sum()), changed, self.probabilities())
+        )
 
     def limit(self, name: str, params: SamplingParams) -> None:
         """min-p, top-k or top-p, after those before it: the sampler finds all their limits at once."""
@@ -118,7 +120,7 @@ def follow(
     mask: np.ndarray | None = None,
     eos_token_ids: frozenset[int] = frozenset(),
     bad_words: tuple[tuple[int, ...], ...] = (),
-) -> Row:
+) -> FilterRow:
     """Repeat what the sampler did.
 
     Args:
@@ -141,7 +143,7 @@ def follow(
         best = torch.zeros_like(funnel.keep)
         best[0, funnel.x.argmax()] = True
         funnel.stage(GREEDY, 0, keep=best)
-        return Row(model, tuple(funnel.stages))
+        return FilterRow(model, tuple(funnel.stages))
     if params.temperature != 1:
         funnel.scale = scale_ref(torch.tensor([params.temperature], dtype=torch.float32))
         funnel.stage("temperature", params.temperature)
@@ -151,7 +153,7 @@ def follow(
         funnel.limit("top_k", params)
     if params.top_p < 1:
         funnel.limit("top_p", params)
-    return Row(model, tuple(funnel.stages))
+    return FilterRow(model, tuple(funnel.stages))
 
 
 def _edit(

@@ -11,7 +11,7 @@ from tritonllm.demo import model_path
 from tritonllm.offline.llm import LLM
 from tritonllm.teach.narrate.show import Show, make_console
 from tritonllm.teach.narrate.story import Detail
-from tritonllm.teach.narrate.viewer import Narrator, Pace, story_of
+from tritonllm.teach.narrate.viewer import Narrator, ReadingPace, story_of
 from tritonllm.teach.narrate.words import LANGUAGES
 
 WIDTH = 96  # columns
@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
     console = make_console(io.StringIO(), record=True, width=WIDTH)
     narrator, llm = Narrator(speed=0), LLM(str(model_path()), num_blocks=64, device="cpu")
     story = story_of(llm.engine, narrator.recorder, detail=Detail(steps=1))
-    show = Show(LANGUAGES["en"], console, Pace(0))
+    show = Show(LANGUAGES["en"], console, ReadingPace(0))
 
     def sink(event: object) -> None:
         for act in story.tell(event):  # type: ignore[arg-type]

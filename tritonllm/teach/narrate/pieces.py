@@ -17,7 +17,7 @@ def visible(text: str) -> str:
     )
 
 
-class Reader:
+class TokenReader:
     """Args:
     tokenizer: of the model; ``None`` if there is none: a token is then its number.
     """

@@ -14,7 +14,7 @@ class Recorded(NamedTuple):
     logits: torch.Tensor
 
 
-class Recorder:
+class DrawRecorder:
     """A function for ``SamplingParams.logits_processors`` that changes nothing.
 
     The sampler calls it once for each row that it draws, in their order, after the results of the step before are

@@ -23,10 +23,10 @@ from tritonllm.events import (
 )
 from tritonllm.teach.narrate.acts import Act, Count, Line, Said
 from tritonllm.teach.narrate.cast import Cast
-from tritonllm.teach.narrate.choices import SHOWN, Limits, decodes, preempted, prefills, scheduled
+from tritonllm.teach.narrate.choices import SHOWN, EngineLimits, decodes, preempted, prefills, scheduled
 from tritonllm.teach.narrate.draws import from_logprobs, from_row
-from tritonllm.teach.narrate.pieces import Reader
-from tritonllm.teach.narrate.recorder import Recorded, Recorder
+from tritonllm.teach.narrate.pieces import TokenReader
+from tritonllm.teach.narrate.recorder import DrawRecorder, Recorded
 from tritonllm.teach.narrate.tables import block_news, block_tables
 from tritonllm.teach.narrate.totals import Totals
 
@@ -81,15 +81,15 @@ class Story:
         self,
         tokenizer: Any,
         eos_token_ids: frozenset[int],
-        limits: Limits,
-        recorder: Recorder | None = None,
+        limits: EngineLimits,
+        recorder: DrawRecorder | None = None,
         *,
         chat: bool = False,
         detail: Detail | None = None,
         evicted: int = 0,
     ) -> None:
         self.totals, self.left_out = Totals(), LeftOut()
-        self._reader, self._cast = Reader(tokenizer), Cast(tokenizer, eos_token_ids)
+        self._reader, self._cast = TokenReader(tokenizer), Cast(tokenizer, eos_token_ids)
         self._limits, self._recorder, self._chat = limits, recorder, chat
         self._detail = detail or Detail()
         self._evicted_first = self._evicted = evicted

@@ -9,9 +9,9 @@ from typing import IO, Any
 
 from tritonllm.config.sampling_params import SamplingParams
 from tritonllm.events import Event
-from tritonllm.teach.narrate.choices import Limits
+from tritonllm.teach.narrate.choices import EngineLimits
 from tritonllm.teach.narrate.draws import CANDIDATES
-from tritonllm.teach.narrate.recorder import Recorder
+from tritonllm.teach.narrate.recorder import DrawRecorder
 from tritonllm.teach.narrate.show import Show, make_console
 from tritonllm.teach.narrate.story import Detail, Story
 from tritonllm.teach.narrate.words import LANGUAGES
@@ -22,7 +22,7 @@ LONGEST = 15.0  # seconds of a pause
 _SIGNS = re.compile(r"[\u3400-\u9fff]")
 
 
-class Pace:
+class ReadingPace:
     """Waits as long as it takes to read a text.
 
     Args:
@@ -39,10 +39,10 @@ class Pace:
             self._sleep(min(LONGEST, WORD * words + SIGN * signs) / self._speed)
 
 
-def story_of(engine: Any, recorder: Recorder | None, *, chat: bool = False, detail: Detail | None = None) -> Story:
+def story_of(engine: Any, recorder: DrawRecorder | None, *, chat: bool = False, detail: Detail | None = None) -> Story:
     """A story of an engine, from now on."""
     config = engine.config
-    limits = Limits(
+    limits = EngineLimits(
         seats=config.scheduler.max_num_seqs,
         block_size=config.block_tokens,
         num_blocks=engine.stats.num_blocks,
@@ -60,7 +60,7 @@ class Narrator:
 
     Args:
         language: a key of :data:`~tritonllm.teach.narrate.words.LANGUAGES`.
-        speed: see :class:`Pace`; ``None``: 1 on a terminal, 0 elsewhere.
+        speed: see :class:`ReadingPace`; ``None``: 1 on a terminal, 0 elsewhere.
         color: escape codes may be written to a terminal.
         chat: the prompts go through a chat template.
         json: results are for a program.
@@ -86,7 +86,7 @@ class Narrator:
     ) -> None:
         self._language, self._speed, self._color = language, speed, color
         self._chat, self._json = chat, json
-        self._speculates, self.recorder = speculates, Recorder()
+        self._speculates, self.recorder = speculates, DrawRecorder()
 
     def adapt(self, params: Params) -> Params:
         if not isinstance(params, SamplingParams):
@@ -102,7 +102,7 @@ class Narrator:
         stream: IO[str] = sys.stderr if self._json else sys.stdout
         speed = self._speed if self._speed is not None else float(stream.isatty())
         console = make_console(stream, color=self._color)
-        show = Show(LANGUAGES[self._language], console, Pace(speed))
+        show = Show(LANGUAGES[self._language], console, ReadingPace(speed))
         story = story_of(llm.engine, self.recorder, chat=self._chat)
         sink = Sink(story, show)
         end = llm.engine.subscribe(sink)

@@ -25,7 +25,7 @@ class Say:
 
 
 @dataclass(frozen=True)
-class Show:
+class ValueTable:
     """A table of values."""
 
     title: str
@@ -70,7 +70,7 @@ class Number:
 
 
 @dataclass(frozen=True)
-class Choice:
+class MultipleChoice:
     """One of several answers, which the learner names by its letter.
 
     Args:
@@ -107,7 +107,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Words:
+class ShortText:
     """A short text; capitals and blanks around it do not matter."""
 
     accepted: Sequence[str]
@@ -133,11 +133,11 @@ class Words:
         return plain
 
 
-Answer = Number | Choice | Words
+Answer = Number | MultipleChoice | ShortText
 
 
 @dataclass(frozen=True)
-class Ask:
+class LessonQuestion:
     """A question.
 
     Args:
@@ -160,7 +160,7 @@ class Exercise:
     text: str
 
 
-Step = Say | Show | Ask | Exercise
+Step = Say | ValueTable | LessonQuestion | Exercise
 
 
 @dataclass(frozen=True)

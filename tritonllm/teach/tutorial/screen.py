@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any, TextIO
 
-from tritonllm.teach.tutorial.lesson import Show
+from tritonllm.teach.tutorial.lesson import ValueTable
 
 WIDEST = 88  # characters of a line that are easy to read
 CODE = re.compile(r"`[^`]+`")
@@ -51,7 +51,7 @@ class Screen:
             for line in textwrap.wrap(" ".join(paragraph.split()), self._width, break_long_words=False):
                 self._write(line, style)
 
-    def table(self, show: Show) -> None:
+    def table(self, show: ValueTable) -> None:
         self._write("")
         for index, line in enumerate(table_lines(show.columns, show.rows)):
             if index == 0:

@@ -5,7 +5,16 @@ from pathlib import Path
 from typing import NoReturn
 
 from tritonllm.teach.tutorial import workshop
-from tritonllm.teach.tutorial.lesson import Ask, Choice, Exercise, Lesson, NotAnAnswer, Say, Show, Step
+from tritonllm.teach.tutorial.lesson import (
+    Exercise,
+    Lesson,
+    LessonQuestion,
+    MultipleChoice,
+    NotAnAnswer,
+    Say,
+    Step,
+    ValueTable,
+)
 from tritonllm.teach.tutorial.lessons import LESSONS
 from tritonllm.teach.tutorial.progress import Progress, ProgressFile, Reached
 from tritonllm.teach.tutorial.screen import Screen
@@ -69,7 +78,7 @@ class Session:
         before: Step | None = None
         for step in again:
             self._show(step)
-            if isinstance(step, Ask):
+            if isinstance(step, LessonQuestion):
                 self._screen.say(f"{step.question} The answer was {step.answer}.")
             before = step
         for index, step in enumerate(steps, start):
@@ -83,7 +92,7 @@ class Session:
 
     def _take(self, lesson: Lesson, step: Step) -> None:
         self._show(step)
-        if isinstance(step, Ask):
+        if isinstance(step, LessonQuestion):
             self._question(step)
         elif isinstance(step, Exercise):
             self._exercise(lesson)
@@ -91,12 +100,12 @@ class Session:
     def _show(self, step: Step) -> None:
         if isinstance(step, Say | Exercise):
             self._screen.say(step.text)
-        elif isinstance(step, Show):
+        elif isinstance(step, ValueTable):
             self._screen.table(step)
 
-    def _question(self, ask: Ask) -> None:
+    def _question(self, ask: LessonQuestion) -> None:
         self._screen.say(ask.question, "bold")
-        if isinstance(ask.answer, Choice):
+        if isinstance(ask.answer, MultipleChoice):
             for letter, option in zip(ask.answer.letters, ask.answer.options, strict=True):
                 self._screen.line(f"  {letter}) {option}")
         hints: Iterator[str] = iter(ask.hints)

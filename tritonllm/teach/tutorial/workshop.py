@@ -17,7 +17,7 @@ SECONDS = 60.0  # a check takes 3 to 10
 RIGHT, WRONG = 10, 11  # exit status of `python -m tritonllm.teach.tutorial.checks`; no process ends so by chance
 
 
-class Verdict(NamedTuple):
+class ExerciseVerdict(NamedTuple):
     """Attributes:
     right: the exercise is solved.
     message: what was found, for the learner; with what the file itself printed before.
@@ -60,7 +60,7 @@ def write(lesson: Lesson, folder: Path) -> Path:
     return path
 
 
-def check(lesson: Lesson, path: Path, seconds: float = SECONDS) -> Verdict:
+def check(lesson: Lesson, path: Path, seconds: float = SECONDS) -> ExerciseVerdict:
     """Run the check of an exercise on a learner's file.
 
     Args:
@@ -88,14 +88,14 @@ def check(lesson: Lesson, path: Path, seconds: float = SECONDS) -> Verdict:
     try:
         output, _ = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
-        return Verdict(False, f"The check was ended after {seconds:g} s. Is there a loop that never ends?")
+        return ExerciseVerdict(False, f"The check was ended after {seconds:g} s. Is there a loop that never ends?")
     finally:  # Ctrl-C too
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
     if process.returncode not in (RIGHT, WRONG):
         output += f"\nThe process of the check ended with status {process.returncode}."
-    return Verdict(process.returncode == RIGHT, output.strip())
+    return ExerciseVerdict(process.returncode == RIGHT, output.strip())
 
 
 def _text(lesson: Lesson) -> str:

@@ -22,7 +22,7 @@ KINDS = {"decode": "decode", "verify": "verifies drafts", "prefill": "prompt"}
 
 
 @dataclass
-class Row:
+class OperationRow:
     """One line of the table of stages: an operation, or several small ones.
 
     Attributes:
@@ -54,19 +54,19 @@ def matters(operation: Operation) -> bool:
     return operation.name in PRODUCTS | ATTENTION or operation.name.startswith("tritonllm.")
 
 
-def rows_of(operations: Sequence[Operation]) -> list[Row]:
+def rows_of(operations: Sequence[Operation]) -> list[OperationRow]:
     """Lines of one layer, or of what lies outside of the layers: stages in their order, small operations together."""
-    rows: list[Row] = []
+    rows: list[OperationRow] = []
     for stage, group in groupby(operations, key=lambda operation: operation.stage):
         for large, some in groupby(group, key=matters):
             if large:
-                rows += [Row([operation], stage, operation.name) for operation in some]
+                rows += [OperationRow([operation], stage, operation.name) for operation in some]
             else:
                 few = list(some)
                 names = list(dict.fromkeys(operation.name.removeprefix("aten.") for operation in few))
                 more = ", …" if len(names) > 4 else ""
                 what = f"torch: {', '.join(names[:4])}{more}" if len(few) > 1 else few[0].name
-                rows.append(Row(few, stage, what, detailed=len(few) == 1))
+                rows.append(OperationRow(few, stage, what, detailed=len(few) == 1))
     return rows
 
 
@@ -92,7 +92,7 @@ def groups_of(operations: Iterable[Operation]) -> list[Layers]:
     return list(groups.values())
 
 
-def table_rows(recording: Recording) -> list[Row]:
+def table_rows(recording: Recording) -> list[OperationRow]:
     """All lines: what comes before the layers, one layer in full, the others as sums, what comes after them."""
     groups = groups_of(recording.operations)
     inner = [at for at, operation in enumerate(recording.operations) if operation.layer is not None]
@@ -103,7 +103,7 @@ def table_rows(recording: Recording) -> list[Row]:
     for group in groups:
         if group is shown:
             rows.append(
-                Row(
+                OperationRow(
                     group.operations[0],
                     f"layer {group.numbers[0]}",
                     "their sum; in full:",
@@ -111,14 +111,15 @@ def table_rows(recording: Recording) -> list[Row]:
                     style="head",
                 )
             )
-            rows += [Row(r.operations, r.stage, r.what, r.detailed, "layer") for r in rows_of(group.operations[0])]
+            shown_rows = rows_of(group.operations[0])
+            rows += [OperationRow(r.operations, r.stage, r.what, r.detailed, "layer") for r in shown_rows]
             rest, numbers = group.operations[1:], group.numbers[1:]
             what = f"× {len(numbers)} like layer {group.numbers[0]}"
         else:
             rest, numbers = group.operations, group.numbers
             what = f"× {len(numbers)}, {difference(group, shown)}"
         if rest:
-            rows.append(Row(list(chain(*rest)), f"layer {spans(numbers)}", what, detailed=False, style="sum"))
+            rows.append(OperationRow(list(chain(*rest)), f"layer {spans(numbers)}", what, detailed=False, style="sum"))
     return rows + rows_of(between) + rows_of(recording.operations[last + 1 :])
 
 
@@ -224,7 +225,7 @@ def stage_table(recording: Recording, roofline: Roofline, notes: Notes, *, plain
         numbers = map(Text, [kernel, *numbers_of(row, roofline)])
         table.add_row(*_names(stage, what, narrow), *numbers, style=STYLES.get(row.style, ""))
     table.add_section()
-    total = Row(recording.operations, "all", many(len(recording.operations), "operation"))
+    total = OperationRow(recording.operations, "all", many(len(recording.operations), "operation"))
     numbers = map(Text, ["", *numbers_of(total, roofline)])
     table.add_row(*_names(total.stage, Text(total.what), narrow), *numbers, style="bold")
     return table
@@ -237,7 +238,7 @@ def _names(stage: str, what: Text, narrow: bool) -> list[Text]:
     return [Text.assemble((f"{stage}\n", "bold"), what) if stage else what]
 
 
-def numbers_of(row: Row, roofline: Roofline) -> list[str]:
+def numbers_of(row: OperationRow, roofline: Roofline) -> list[str]:
     """Bytes, FLOPs, FLOPs for each byte, time, percent of the roofline."""
     cost = row.cost
     least = sum(roofline.seconds(o.cost.bytes, o.cost.flops) for o in row.operations)

@@ -92,7 +92,7 @@ class Operation:
         return self.name, self.stage, self.shapes, tuple(launch.name for launch in self.launches), self.reason
 
 
-class Clock(Protocol):
+class StageClock(Protocol):
     """Takes the times of operations, in which marks are opaque."""
 
     unit: str
@@ -187,7 +187,7 @@ class Recording:
         return max(0.0, self.seconds - self.explained - self.own)
 
 
-class Recorder:
+class StageRecorder:
     """Watches one step, from :meth:`begin` to :meth:`end`.
 
     Args:
@@ -196,7 +196,7 @@ class Recorder:
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._clock: Clock = DeviceClock() if device.type == "cuda" else HostClock()
+        self._clock: StageClock = DeviceClock() if device.type == "cuda" else HostClock()
         self._model = model
         self._stack: list[str] = []
         self._over = False  # the model has run
@@ -211,7 +211,7 @@ class Recorder:
         self._open.enter_context(inside(self._model, self._enter, self._leave))
         self._choices = self._open.enter_context(tuning.watched())
         self._launches = self._open.enter_context(watched_launches())
-        self._open.enter_context(_Watch(self._run))
+        self._open.enter_context(_OperationWatch(self._run))
         self._start = self._clock.start()
 
     def end(self) -> Recording:
@@ -293,7 +293,7 @@ class Recorder:
             self._found.append((operation, *marks, cost))
 
 
-class _Watch(TorchDispatchMode):
+class _OperationWatch(TorchDispatchMode):
     """Hands every operation of this thread to ``run``."""
 
     def __init__(self, run: Callable[[Any, Any, Any], Any]) -> None:

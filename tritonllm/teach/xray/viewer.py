@@ -22,7 +22,7 @@ from tritonllm.teach.viewer import Params, Result
 from tritonllm.teach.xray import draw, images
 from tritonllm.teach.xray.lens import MOST_TOKENS, attention_pattern, logit_lens
 from tritonllm.teach.xray.roofline import Roofline, measure
-from tritonllm.teach.xray.stages import Recorder
+from tritonllm.teach.xray.stages import StageRecorder
 from tritonllm.teach.xray.wishes import Wishes
 
 PLAIN_WIDTH = 140  # where nobody's terminal says how wide it is
@@ -45,7 +45,7 @@ class XRay:
     def __init__(self, wishes: Wishes, console: Console | None = None) -> None:
         self._wishes = wishes
         self._console = console
-        self._recorder: Recorder | None = None
+        self._recorder: StageRecorder | None = None
         self._planned: StepPlanned | None = None
         self._kinds: set[str] = set()  # those that were shown
         self._seen: set[int] = set()
@@ -108,7 +108,7 @@ class XRay:
         if isinstance(event, StepPlanned):
             self._planned = event
             if self._wanted(event):
-                self._recorder = Recorder(self._model, self._device)
+                self._recorder = StageRecorder(self._model, self._device)
                 self._recorder.begin()
         elif isinstance(event, StepFinished):
             self._finished(event)

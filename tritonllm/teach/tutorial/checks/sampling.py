@@ -7,7 +7,7 @@ import torch
 
 from tritonllm.teach.tutorial.holes import Wrong
 from tritonllm.teach.tutorial.lab import Lab
-from tritonllm.teach.tutorial.lessons.sampling import DRAWS, PROMPT, Drawn
+from tritonllm.teach.tutorial.lessons.sampling import DRAWS, PROMPT, ManyDraws
 
 
 def check(learner: ModuleType) -> str:
@@ -17,7 +17,7 @@ def check(learner: ModuleType) -> str:
     (scores,) = Lab().ask("names", PROMPT, 1, logprobs=-1).outputs[0].logprobs or ()
     logits = torch.tensor([scores[token].logprob for token in range(len(scores))])
     for limit in (0.3, 0.7):
-        drawn = Drawn(logits, top_p=limit)
+        drawn = ManyDraws(logits, top_p=limit)
         mine = learner.top_p([math.exp(x) for x in logits.tolist()], limit)
         kept = {token for token, p in enumerate(mine) if p > 0}
         if kept != set(drawn.counts):

@@ -6,7 +6,7 @@ import torch
 
 from tritonllm.kernels import paged_decode_attention
 from tritonllm.teach.tutorial.lab import Lab
-from tritonllm.teach.tutorial.lesson import Ask, Choice, Number, Say, Show, Step
+from tritonllm.teach.tutorial.lesson import LessonQuestion, MultipleChoice, Number, Say, Step, ValueTable
 
 PROMPT = "Once upon a time, there was a brave fox who"
 NEW = 12  # tokens to generate
@@ -41,14 +41,14 @@ def _one_query() -> Iterator[Step]:
     scores = keys @ query / 16**0.5
     weights = scores.softmax(0)
     result = _kernel(query, keys, values)
-    yield Show(
+    yield ValueTable(
         "query (4, 8)",
         ("token", "key", "value", "query x key / sqrt(16)"),
         [(i, _pair(keys[i]), _pair(values[i]), float(scores[i])) for i in range(3)],
     )
-    yield Ask(
+    yield LessonQuestion(
         "Which token's value has the largest part in the result?",
-        Choice(("token 0", "token 1", "token 2"), int(weights.argmax())),
+        MultipleChoice(("token 0", "token 1", "token 2"), int(weights.argmax())),
         ["Softmax keeps the order: the larger the product of query and key, the larger the weight."],
         f"""
         The weights are {", ".join(f"{w:.2f}" for w in weights.tolist())}. So the first number of the result is
@@ -88,12 +88,12 @@ def _with_cache(lab: Lab) -> Iterator[Step]:
     lab.add("story", PROMPT, NEW)
     ran = lab.run()
     computed = sum(step.num_tokens for step in ran)
-    yield Show(
+    yield ValueTable(
         "what the engine did",
         ("step", "tokens computed", "tokens in the cache behind it"),
         [(i, step.num_tokens, step.parts[0].start + step.num_tokens) for i, step in enumerate(ran[:4], 1)],
     )
-    yield Ask(
+    yield LessonQuestion(
         f"The table goes on like that until {NEW} tokens are drawn. How many tokens has the model computed by then?",
         Number(
             computed,
@@ -145,7 +145,7 @@ def _bytes(lab: Lab) -> Iterator[Step]:
         """
     )
     each = lab.bytes_per_token
-    yield Ask(
+    yield LessonQuestion(
         "How many bytes of cache does one token take, over all layers?",
         Number(
             each,

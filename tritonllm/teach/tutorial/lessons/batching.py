@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from tritonllm.events import StepPlanned
 from tritonllm.teach.tutorial.lab import Lab
-from tritonllm.teach.tutorial.lesson import Ask, Choice, Number, Say, Show, Step
+from tritonllm.teach.tutorial.lesson import LessonQuestion, MultipleChoice, Number, Say, Step, ValueTable
 
 LENGTHS = {"A": 4, "B": 20, "C": 12}
 PROMPTS = {"A": "47 + 38 =", "B": "Once upon a time", "C": "There was a fox named"}
@@ -30,13 +30,13 @@ def steps() -> Iterator[Step]:
         for name in batch:
             static.add(name, PROMPTS[name], LENGTHS[name])
         static.run()
-    yield Show("static batching: a # is a token", ("request", "step by step"), timeline(static.steps))
+    yield ValueTable("static batching: a # is a token", ("request", "step by step"), timeline(static.steps))
     lab = Lab(max_num_seqs=SEATS)
     for name, length in LENGTHS.items():
         lab.add(name, PROMPTS[name], length)
     ran = lab.run()
     first = next(i for i, step in enumerate(ran, 1) if "C" in names(step))
-    yield Ask(
+    yield LessonQuestion(
         f"That took {len(static.steps)} steps, and for many of them a seat was empty. Now let C take a seat as soon as "
         "one is free. In which step does C run for the first time?",
         Number(
@@ -53,7 +53,7 @@ def steps() -> Iterator[Step]:
         step {first}.
         """,
     )
-    yield Ask(
+    yield LessonQuestion(
         f"Static batching took {len(static.steps)} steps. How many does it take now, for all three?",
         Number(
             len(ran),
@@ -68,7 +68,7 @@ def steps() -> Iterator[Step]:
         iteration-level scheduling: the batch is put together anew for every step.
         """,
     )
-    yield Show("continuous batching", ("request", "step by step"), timeline(ran))
+    yield ValueTable("continuous batching", ("request", "step by step"), timeline(ran))
     yield from _same_text(lab)
 
 
@@ -85,9 +85,9 @@ def _same_text(lab: Lab) -> Iterator[Step]:
         token. Each token attends to the keys in its own block table only.
         """
     )
-    yield Ask(
+    yield LessonQuestion(
         "The three requests were just run once more, each alone. Were their texts the same as in the batch?",
-        Choice(("yes, all three", "no, the neighbours changed something"), 0 if same else 1),
+        MultipleChoice(("yes, all three", "no, the neighbours changed something"), 0 if same else 1),
         ["What does a token read that belongs to another request?"],
         f"""
         {"They were." if same else "They were not."} Neighbours share the weights that are read and nothing else. (On a

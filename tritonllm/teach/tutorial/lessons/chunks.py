@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator
 
 from tritonllm.teach.tutorial.lab import STORY, Lab, part_of
-from tritonllm.teach.tutorial.lesson import Ask, Number, Say, Show, Step
+from tritonllm.teach.tutorial.lesson import LessonQuestion, Number, Say, Step, ValueTable
 
 BUDGET = 32
 PROMPT = 128  # a multiple of BUDGET, so that one token less in a step makes one step more
@@ -29,7 +29,7 @@ def steps() -> Iterator[Step]:
     alone = _engine(BUDGET)
     alone.add("prompt", _prompt(alone), 1)
     by_itself = len(alone.run())
-    yield Ask(
+    yield LessonQuestion(
         "How many steps does the prompt take until its first new token is drawn?",
         Number(
             by_itself,
@@ -44,7 +44,7 @@ def steps() -> Iterator[Step]:
     lab, seconds = _beside(BUDGET)
     chunks = [step for step in lab.steps if "prompt" in {part.sequence_id for part in step.parts}]
     until_first = _steps_to_first(lab)
-    yield Ask(
+    yield LessonQuestion(
         "Now the same prompt comes while another request is writing: in every step that one needs a token. How many "
         "steps does the prompt take now?",
         Number(
@@ -60,7 +60,7 @@ def steps() -> Iterator[Step]:
         {by_itself}. The last step computes the rest, {part_of(chunks[until_first - 1], "prompt").num_tokens} tokens.
         """,
     )
-    yield Show(
+    yield ValueTable(
         "tokens of each step, as the engine planned them",
         ("step", "writer", "prompt", "together"),
         [
@@ -74,7 +74,7 @@ def steps() -> Iterator[Step]:
 def _stall(lab: Lab, seconds: list[float]) -> Iterator[Step]:
     whole, whole_seconds = _beside(8192)
     largest = max(step.num_tokens for step in whole.steps)
-    yield Ask(
+    yield LessonQuestion(
         "Both ran again with a budget of 8192 tokens, so that nothing has to be cut. How many tokens had the "
         "largest step?",
         Number(
@@ -88,7 +88,7 @@ def _stall(lab: Lab, seconds: list[float]) -> Iterator[Step]:
         ["In one step the whole prompt was computed, and the writer's token beside it."],
         f"{PROMPT} of the prompt and 1 of the writer. The writer waited for all of them.",
     )
-    yield Show(
+    yield ValueTable(
         "both budgets, measured on this machine just now",
         ("budget", "steps to the prompt's first token", "tokens of the largest step", "longest wait of the writer, ms"),
         [

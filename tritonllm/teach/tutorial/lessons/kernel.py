@@ -8,7 +8,7 @@ import torch
 
 from tritonllm.teach.tutorial import solutions, workshop
 from tritonllm.teach.tutorial.checks.kernel import Case, make_case
-from tritonllm.teach.tutorial.lesson import Ask, Exercise, Number, Say, Step
+from tritonllm.teach.tutorial.lesson import Exercise, LessonQuestion, Number, Say, Step
 from tritonllm.teach.tutorial.lessons import find
 
 LENGTHS = (37, 64, 5)
@@ -56,7 +56,7 @@ def _programs(case: Case) -> Iterator[Step]:
             head = tl.program_id(1)
         """
     )
-    yield Ask(
+    yield LessonQuestion(
         "How many programs are launched?",
         Number(
             sequences * heads,
@@ -90,7 +90,7 @@ def _loop(case: Case) -> Iterator[Step]:
         share a key head.
         """
     )
-    yield Ask(
+    yield LessonQuestion(
         f"The sequence of {LENGTHS[0]} tokens takes {used} rounds of {SIZE} tokens. How many of the loaded keys of "
         "the last round are not its own?",
         Number(
@@ -125,7 +125,7 @@ def _softmax(case: Case) -> Iterator[Step]:
         start (this is called online softmax: Milakov and Gimelshein, 2018).
         """
     )
-    yield Ask(
+    yield LessonQuestion(
         f"In head {head} of the first sequence the largest score of the first block is {one:.2f} and that of the "
         f"second is {two:.2f}. By what is the total of the first block multiplied in the second round?",
         Number(

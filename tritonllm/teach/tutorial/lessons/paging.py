@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from tritonllm.teach.tutorial.lab import STORY, Lab, part_of
-from tritonllm.teach.tutorial.lesson import Ask, Exercise, Number, Say, Show, Step
+from tritonllm.teach.tutorial.lesson import Exercise, LessonQuestion, Number, Say, Step, ValueTable
 
 SIZE = 16
 PROMPT_TOKENS = 37
@@ -44,7 +44,7 @@ def _blocks(lab: Lab, prompt: list[int]) -> Iterator[Step]:
     lab.add("A", prompt, 36)
     first = lab.step()
     table = part_of(first, "A").block_ids
-    yield Ask(
+    yield LessonQuestion(
         f"How many blocks does the prompt of {len(prompt)} tokens take?",
         Number(
             len(table),
@@ -65,7 +65,7 @@ def _blocks(lab: Lab, prompt: list[int]) -> Iterator[Step]:
         lab.step()
     last = part_of(lab.steps[-1], "A")
     drawn = last.start - len(prompt) + 1
-    yield Ask(
+    yield LessonQuestion(
         "Each step now computes one generated token and stores its key and value. The first generated token is "
         "number 1. Which generated token is the first that needs a new block?",
         Number(
@@ -96,14 +96,14 @@ def _addresses(lab: Lab) -> Iterator[Step]:
         of them notices: attention looks up every address in the table.
         """
     )
-    yield Show(
+    yield ValueTable(
         "block tables",
         ("request", "tokens", "table"),
         [("A", a.start + a.num_tokens, a.block_ids), ("B", b.start + b.num_tokens, b.block_ids)],
     )
     position = a.start
     slot = a.block_ids[position // SIZE] * SIZE + position % SIZE
-    yield Ask(
+    yield LessonQuestion(
         f"The pool is one array of slots: block b holds slots {SIZE}b to {SIZE}b + {SIZE - 1}. In which slot does "
         f"this step store token {position} of request A (counted from 0)?",
         Number(
@@ -147,7 +147,7 @@ def _sharing(prompt: list[int]) -> Iterator[Step]:
     lab.step()
     apart, copies = lab.used_blocks, lab.steps[-1].copies
     alone = 2 * shared
-    yield Ask(
+    yield LessonQuestion(
         f"The same prompt of {len(prompt)} tokens, {SIZE} to a block, n=2. After the first step, with the prompt "
         f"computed, {shared} blocks are in use. How many are in use after the second step, when each of the two has "
         "stored a token?",
@@ -176,7 +176,7 @@ def _sharing(prompt: list[int]) -> Iterator[Step]:
     even.step()
     even.run()
     copied = sum(len(step.copies) for step in even.steps)
-    yield Ask(
+    yield LessonQuestion(
         f"One more: with a prompt of exactly {2 * SIZE} tokens and n=2, how many blocks are copied?",
         Number(copied, traps={1: "Is there a block that is shared and still has room to write?"}),
         [f"{2 * SIZE} tokens fill {2} blocks of {SIZE}. Where does the next token go?"],

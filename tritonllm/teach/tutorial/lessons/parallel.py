@@ -9,7 +9,7 @@ from torch.nn.functional import silu
 
 from tritonllm.demo import model_path
 from tritonllm.teach.tutorial.lab import Lab
-from tritonllm.teach.tutorial.lesson import Ask, Choice, Number, Say, Show, Step
+from tritonllm.teach.tutorial.lesson import LessonQuestion, MultipleChoice, Number, Say, Step, ValueTable
 
 PROMPT, NEW, RANKS = "There was a fox named", 16, 2
 
@@ -54,7 +54,7 @@ def _by_hand() -> Iterator[Step]:
     )
     mine = [slice(rank * half, (rank + 1) * half) for rank in range(RANKS)]
     parts = [(silu(x @ gate[rows].T) * (x @ up[rows].T)) @ down[:, rows].T for rows in mine]
-    yield Show(
+    yield ValueTable(
         "the first numbers of the results, from the real weights of layer 0",
         ("", "number 0", "number 1", "number 2"),
         [
@@ -68,9 +68,9 @@ def _by_hand() -> Iterator[Step]:
         "take the larger": torch.maximum(*parts),
     }
     errors = [float((result - y).norm()) for result in ways.values()]
-    yield Ask(
+    yield LessonQuestion(
         "What must be done with the two results to get the whole one?",
-        Choice(tuple(ways), errors.index(min(errors))),
+        MultipleChoice(tuple(ways), errors.index(min(errors))),
         ["A row of down times all the numbers is a sum of products. Each rank has half of the products."],
         """
         A product of matrices is a sum over the numbers in the middle. Each rank has the sum over its half, so the sum
@@ -97,7 +97,7 @@ def _count(group: Any) -> list[int]:
 def _in_the_engine(lab: Lab, sums: int) -> Iterator[Step]:
     spec = lab.runner._model.spec
     layers = spec.num_layers
-    yield Ask(
+    yield LessonQuestion(
         f"The demo model has {layers} layers, each with attention and an MLP. How many sums over the ranks did one "
         "step take?",
         Number(
@@ -114,7 +114,7 @@ def _in_the_engine(lab: Lab, sums: int) -> Iterator[Step]:
         """,
     )
     alone = Lab()
-    yield Ask(
+    yield LessonQuestion(
         f"In one process a token takes {alone.bytes_per_token} bytes of cache (lesson 1). How many does it take in "
         f"each of the {RANKS} ranks?",
         Number(
@@ -135,10 +135,10 @@ def _in_the_engine(lab: Lab, sums: int) -> Iterator[Step]:
 def _same_text(lab: Lab) -> Iterator[Step]:
     alone = Lab().ask("story", PROMPT, NEW).outputs[0]
     same = list(alone.token_ids) == list(lab.outputs["story"].outputs[0].token_ids)
-    yield Ask(
+    yield LessonQuestion(
         "Sums are added up in another order than before, so the last digits differ. Is the text the same as in one "
         "process?",
-        Choice(("yes", "no"), 0 if same else 1),
+        MultipleChoice(("yes", "no"), 0 if same else 1),
         ["How close must two tokens be for the last digits to matter?"],
         f"""
         {"It is" if same else "It is not"}: "{PROMPT}{alone.text}". Rank 0 schedules and draws the tokens; the other

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from tritonllm.teach.tutorial.lab import STORY, Lab
-from tritonllm.teach.tutorial.lesson import Ask, Number, Say, Show, Step
+from tritonllm.teach.tutorial.lesson import LessonQuestion, Number, Say, Step, ValueTable
 
 SIZE = 16
 SHARED = 57  # tokens that prompts have in common
@@ -29,7 +29,7 @@ def steps() -> Iterator[Step]:
     first = lab.ask("first", begin + story[100:108], 4)
     second = lab.ask("second", begin + story[120:128], 4)
     cached = second.num_cached_tokens
-    yield Ask(
+    yield LessonQuestion(
         "How many of the second prompt's tokens came from the cache?",
         Number(
             cached,
@@ -54,7 +54,7 @@ def _whole_prompt(lab: Lab, story: list[int]) -> Iterator[Step]:
     prompt = story[60 : 60 + 3 * SIZE]
     lab.ask("once", prompt, 4)
     again = lab.ask("again", prompt, 4).num_cached_tokens
-    yield Ask(
+    yield LessonQuestion(
         f"A prompt of exactly {3 * SIZE} tokens, {3} full blocks, is sent twice. How many tokens come from the cache "
         "the second time?",
         Number(
@@ -94,7 +94,7 @@ def _chain(lab: Lab, begin: list[int], story: list[int]) -> Iterator[Step]:
         changed = [*prompt[:place], prompt[place] + 1, *prompt[place + 1 :]]
         hits[place] = lab.ask(f"changed {place}", changed, 4).num_cached_tokens
     unchanged = lab.ask("unchanged", prompt, 4).num_cached_tokens
-    yield Ask(
+    yield LessonQuestion(
         f"The prompt has {len(prompt)} tokens. How many came from the cache when token 20 was another one?",
         Number(
             hits[20],
@@ -111,7 +111,7 @@ def _chain(lab: Lab, begin: list[int], story: list[int]) -> Iterator[Step]:
         them has attended to token 20, so their keys and values are others. The chain of hashes says just that.
         """,
     )
-    yield Show(
+    yield ValueTable(
         "tokens from the cache",
         ("prompt", "cached tokens"),
         [("unchanged", unchanged), ("token 20 changed", hits[20]), ("token 0 changed", hits[0])],
@@ -132,7 +132,7 @@ def _eviction(story: list[int]) -> Iterator[Step]:
     small.ask("other", other, 1)
     needed = -(-len(other) // SIZE)
     left = small.ask("first again", prompt, 1).num_cached_tokens
-    yield Ask(
+    yield LessonQuestion(
         f"Memory ends. This cache has {blocks} blocks. A prompt of {len(prompt)} tokens ran and left 3 full blocks "
         f"behind. Then an unrelated prompt of {len(other)} tokens ran, which takes {needed} blocks. Then the first "
         "one came again. How many of its tokens were still in the cache? (Of a sequence's blocks the last is given "

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tritonllm.demo import model_path
 from tritonllm.kernels import silu_and_mul, silu_and_mul_quantize
 from tritonllm.teach.tutorial.lab import Lab
-from tritonllm.teach.tutorial.lesson import Ask, Choice, Number, Say, Show, Step
+from tritonllm.teach.tutorial.lesson import LessonQuestion, MultipleChoice, Number, Say, Step, ValueTable
 
 NAME = "model.layers.0.mlp.down_proj.weight"
 WEIGHTS = "model.safetensors"
@@ -66,7 +66,7 @@ def _scale(weight: torch.Tensor) -> Iterator[Step]:
     scale = largest / 127
     small = rounded(weight, 8, by_row=False).unique()
     gap = float(small.diff().median())
-    yield Ask(
+    yield LessonQuestion(
         "After rounding with one scale for the whole weight, how far are two neighbouring values apart? (Two digits "
         "will do.)",
         Number(
@@ -95,7 +95,7 @@ def _rows(weight: torch.Tensor) -> Iterator[Step]:
         number harms its own row only.
         """
     )
-    yield Ask(
+    yield LessonQuestion(
         f"In 16 bits the weight takes {rows} x {columns} x 2 = {2 * rows * columns:,} bytes. How many does it take "
         "as 8-bit integers with a float32 scale (4 bytes) for each row?",
         Number(
@@ -115,10 +115,10 @@ def _rows(weight: torch.Tensor) -> Iterator[Step]:
     whole = error(rounded(outlier, 8, by_row=False)[rest], outlier[rest])
     each = error(rounded(outlier, 8)[rest], outlier[rest])
     before = error(rounded(weight, 8, by_row=False)[rest], weight[rest])
-    yield Ask(
+    yield LessonQuestion(
         "Now the first number of row 0 is made 20 times as large as the largest one, and the weight is rounded "
         "again. We look at the error of all other rows. Where is it larger than before?",
-        Choice(
+        MultipleChoice(
             ("with one scale for all", "with a scale for each row", "with both"),
             [(True, False), (False, True), (True, True)].index((whole > 1.5 * before, each > 1.5 * before)),
             traps={1: "The other rows have scales of their own, which did not change."},
@@ -146,7 +146,7 @@ def _float8() -> Iterator[Step]:
         each row, in one pass. Here it runs on four rows of very different size.
         """
     )
-    yield Show(
+    yield ValueTable(
         "silu_and_mul_quantize",
         ("row", "largest magnitude", "scale", "largest stored", "relative error"),
         [
@@ -180,8 +180,8 @@ def _whole_model(weights: dict[str, torch.Tensor]) -> Iterator[Step]:
         story[bits] = text
     enough = min(bits for bits, _, right in rows if right == len(SUMS))
     shown = [(bits, off) for bits, off, _ in rows]
-    yield Show("error of one weight", ("bits", "relative error"), shown)
-    yield Ask(
+    yield ValueTable("error of one weight", ("bits", "relative error"), shown)
+    yield LessonQuestion(
         f"Guess: with how many bits are all {len(SUMS)} sums still right? Give the smallest number of the table.",
         Number(
             enough,
@@ -200,7 +200,7 @@ def _whole_model(weights: dict[str, torch.Tensor]) -> Iterator[Step]:
         much earlier. Greedy from "Once upon a time":
         """,
     )
-    yield Show(
+    yield ValueTable(
         "what it writes", ("bits", "sums right", "story"), [(b, f"{r} of {len(SUMS)}", story[b]) for b, _, r in rows]
     )
 

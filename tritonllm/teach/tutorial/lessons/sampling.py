@@ -8,14 +8,14 @@ import torch
 
 from tritonllm.kernels import sample
 from tritonllm.teach.tutorial.lab import Lab
-from tritonllm.teach.tutorial.lesson import Ask, Choice, Exercise, Number, Say, Show, Step
+from tritonllm.teach.tutorial.lesson import Exercise, LessonQuestion, MultipleChoice, Number, Say, Step, ValueTable
 
 PROMPT = "There was a fox named"
 DRAWS = 2000
 TOP_P, TOP_K = 0.3, 3
 
 
-class Drawn:
+class ManyDraws:
     """What the kernel ``sample`` draws from one row of logits with many seeds.
 
     Args:
@@ -63,7 +63,7 @@ def steps() -> Iterator[Step]:
         """
     )
     sums = probabilities[order].cumsum(0).tolist()
-    yield Show(
+    yield ValueTable(
         "the eight most likely tokens",
         ("token", "probability", "sum up to here"),
         [(name[t], float(probabilities[t]), sums[i]) for i, t in enumerate(order[:8])],
@@ -81,9 +81,9 @@ def steps() -> Iterator[Step]:
 
 def _top_k(logits: torch.Tensor, order: list[int], name: dict[int, str]) -> Iterator[Step]:
     best = order[0]
-    drawn = Drawn(logits, top_k=TOP_K)
+    drawn = ManyDraws(logits, top_k=TOP_K)
     before = float(logits[best].exp())
-    yield Ask(
+    yield LessonQuestion(
         f"`top_k={TOP_K}` keeps the {TOP_K} most likely tokens and drops all others. How likely is {name[best]} then? "
         "(Two digits will do.)",
         Number(
@@ -101,10 +101,10 @@ def _top_k(logits: torch.Tensor, order: list[int], name: dict[int, str]) -> Iter
 
 
 def _top_p(logits: torch.Tensor, sums: list[float]) -> Iterator[Step]:
-    drawn = Drawn(logits, top_p=TOP_P)
+    drawn = ManyDraws(logits, top_p=TOP_P)
     kept = len(drawn.counts)
-    wide = Drawn(logits, top_p=0.9)
-    yield Ask(
+    wide = ManyDraws(logits, top_p=0.9)
+    yield LessonQuestion(
         f"A fixed number does not fit all places: sometimes two tokens make sense, sometimes fifty. `top_p={TOP_P}` "
         f"keeps the shortest list of most likely tokens whose probabilities add up to at least {TOP_P}. How many "
         "does it keep here?",
@@ -119,7 +119,7 @@ def _top_p(logits: torch.Tensor, sums: list[float]) -> Iterator[Step]:
         f"""
         {kept}: their sum is {sums[kept - 1]:.3f}, and without the last one it is {sums[kept - 2]:.3f}. In {DRAWS:,}
         draws the kernel brought {len(drawn.counts)} different tokens, with `top_p=0.9` {len(wide.counts)}, and without
-        a limit {len(Drawn(logits).counts)}.
+        a limit {len(ManyDraws(logits).counts)}.
         """,
     )
 
@@ -131,10 +131,10 @@ def _temperature(logits: torch.Tensor, best: int, name: str) -> Iterator[Step]:
         probabilities, so a temperature below 1 makes every ratio larger, and one above 1 makes it smaller.
         """
     )
-    cold, warm, hot = (Drawn(logits, temperature) for temperature in (0.5, 1.0, 2.0))
-    yield Ask(
+    cold, warm, hot = (ManyDraws(logits, temperature) for temperature in (0.5, 1.0, 2.0))
+    yield LessonQuestion(
         f"At temperature 1, {warm.share(best):.0%} of the draws are {name}. And at temperature 2?",
-        Choice(
+        MultipleChoice(
             ("more", "as many", "fewer"),
             0 if hot.share(best) > warm.share(best) else 2 if hot.share(best) < warm.share(best) else 1,
             traps={0: "A logit that leads by 4 leads by 2 when both are halved."},
@@ -145,7 +145,7 @@ def _temperature(logits: torch.Tensor, best: int, name: str) -> Iterator[Step]:
         often {name} was drawn, and how many different tokens came in {DRAWS:,} draws.
         """,
     )
-    yield Show(
+    yield ValueTable(
         "temperature",
         ("temperature", f"share of {name}", "different tokens"),
         [(t, d.share(best), len(d.counts)) for t, d in ((0.5, cold), (1.0, warm), (2.0, hot))],
@@ -169,10 +169,10 @@ def _seeds(lab: Lab) -> Iterator[Step]:
     lab.add("among others", PROMPT, 12, **wishes)
     lab.run()
     same = list(lab.outputs["among others"].outputs[0].token_ids) == alone
-    yield Ask(
+    yield LessonQuestion(
         "A request with seed 11 ran alone. Then it ran again, and came late into a batch of five others. Was its "
         "text the same?",
-        Choice(("yes", "no"), 0 if same else 1),
+        MultipleChoice(("yes", "no"), 0 if same else 1),
         ["Which numbers does the noise of its tokens depend on? Is the batch among them?"],
         f"""
         {"It was" if same else "It was not"}: "{PROMPT}{lab.text("among others")}". The noise depends on the seed and on

@@ -7,7 +7,7 @@ import torch
 from tritonllm.demo import draft_path
 from tritonllm.kernels import rejection_sample
 from tritonllm.teach.tutorial.lab import Lab
-from tritonllm.teach.tutorial.lesson import Ask, Choice, Exercise, Number, Say, Show, Step
+from tritonllm.teach.tutorial.lesson import Exercise, LessonQuestion, MultipleChoice, Number, Say, Step, ValueTable
 
 PROMPT, NEW, DRAFTS = "There was a fox named", 40, 4
 ROWS = 4000
@@ -62,8 +62,8 @@ def _draft_model(lab: Lab) -> Iterator[Step]:
         known = total
     stats = lab.llm.engine.stats
     accepted = stats.num_accepted_tokens
-    yield Show("the first steps", ("step", "drafts", "accepted", "new tokens"), rows[:5])
-    yield Ask(
+    yield ValueTable("the first steps", ("step", "drafts", "accepted", "new tokens"), rows[:5])
+    yield LessonQuestion(
         f"In the whole run {stats.num_draft_tokens} tokens were drafted and {accepted} of them accepted. How many "
         f"steps did the {NEW} tokens take? (The first step, which computes the prompt, counts too.)",
         Number(
@@ -84,9 +84,9 @@ def _draft_model(lab: Lab) -> Iterator[Step]:
     )
     plain = list(Lab().ask("plain", PROMPT, NEW).outputs[0].token_ids)
     same = list(lab.outputs["story"].outputs[0].token_ids) == plain
-    yield Ask(
+    yield LessonQuestion(
         "The draft model is a much worse model. Is the text worse than what the large model writes alone?",
-        Choice(("it is the same text", "it is another text"), 0 if same else 1),
+        MultipleChoice(("it is the same text", "it is another text"), 0 if same else 1),
         ["Who decides which tokens stay?"],
         f"""
         The engine without speculation wrote {"the same" if same else "other"} {NEW} tokens. A draft stays only where
@@ -120,12 +120,12 @@ def _verdict() -> Iterator[Step]:
     )
     share = accepted.sum().item() / ROWS
     first = torch.bincount(ids[:, 0], minlength=len(TARGET)) / ROWS
-    yield Show(
+    yield ValueTable(
         "a vocabulary of four tokens",
         ("token", "p (large model)", "q (draft model)"),
         [(name, *pair) for name, *pair in zip("abcd", TARGET, DRAFT, strict=True)],
     )
-    yield Ask(
+    yield LessonQuestion(
         "What part of the drafts is accepted? (Between 0 and 1.)",
         Number(
             share,

@@ -16,7 +16,7 @@ from tritonllm.engine.loop.engine import LLMEngine
 logger = logging.getLogger(__name__)
 
 
-class Fellows:
+class LockstepEngines:
     """The engines that share experts with this one, while it has no request.
 
     Args:
@@ -78,4 +78,4 @@ def end_if_silent(lockstep: Lockstep, patience: float, tell: Callable[[str], Non
                     os._exit(1)
             time.sleep(TICK)
 
-    threading.Thread(target=watch, name="tritonllm-fellows", daemon=True).start()
+    threading.Thread(target=watch, name="tritonllm-lockstep", daemon=True).start()

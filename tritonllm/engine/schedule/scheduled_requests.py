@@ -23,7 +23,7 @@ _PREEMPTED = (
 )
 
 
-class Roster:
+class ScheduledRequests:
     """The unfinished requests of an engine.
 
     Args:

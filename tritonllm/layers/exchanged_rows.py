@@ -7,7 +7,7 @@ import torch
 from tritonllm.dist.exchange import Exchange
 
 
-class Journey(NamedTuple):
+class ExchangedRows(NamedTuple):
     """What a layer with experts needs to know of it.
 
     Attributes:

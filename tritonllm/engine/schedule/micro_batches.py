@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from tritonllm.engine.data.request import Request
 
 
-class Turns:
-    """The sequences' turns.
+class MicroBatches:
+    """Which sequences may be in the next step: those of one of the batches that the stages work on at once.
 
     Args:
         stages: of the pipeline. With one, every sequence may be in every step.

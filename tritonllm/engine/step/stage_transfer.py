@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from tritonllm.dist.pipeline import Pipeline
-from tritonllm.engine.data.agreement import Evidence, Witness
+from tritonllm.engine.data.agreement import AgreementSampler, Evidence
 from tritonllm.engine.data.inputs import Batch, upload
 from tritonllm.engine.step.device_seats import DeviceSeats
 from tritonllm.engine.step.drawing import LaunchedStep
@@ -35,7 +35,7 @@ class Passed(NamedTuple):
     evidence: Evidence | None
 
 
-class Passing:
+class StageTransfer:
     """A stage's side of it.
 
     Args:
@@ -48,7 +48,7 @@ class Passing:
 
     def __init__(self, pipe: Pipeline, model: Decoder, seats: DeviceSeats, ranks: int, device: torch.device) -> None:
         self._pipe, self._model, self._seats, self._device = pipe, model, seats, device
-        self._witness = Witness(ranks)
+        self._agreement = AgreementSampler(ranks)
         self._passed: deque[Passed] = deque()
 
     def reserve(self, tokens: int) -> int:
@@ -80,7 +80,7 @@ class Passing:
         if not self._pipe.last:
             self._pipe.send(batch.sent)
         self._pipe.send(launched.hidden)
-        evidence = self._witness.of(step, batch, None)
+        evidence = self._agreement.of(step, batch, None)
         for other in self._passed:  # whose request gave its seat back: what is drawn of it must not be settled there
             other.seats[np.isin(other.seats, step.inputs.seats)] = -1
         self._passed.append(Passed(step.inputs.seats.astype(np.int32), evidence))
