@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from tritonllm.moved import renamed
+
 # Perhaps with commas between thousands, and with a unit, which is not looked at.
 NUMBER = re.compile(r"([-+]?(?=[\d.]*\d)(?:\d{1,3}(?:[,_]\d{3})+|\d*)(?:\.\d*)?)\s*[A-Za-z %.]*")
 
@@ -190,3 +192,8 @@ class Lesson:
         module = importlib.import_module(f"tritonllm.teach.tutorial.lessons.{self.name}")
         steps: Callable[[], Iterator[Step]] = module.steps
         return steps()
+
+
+__getattr__ = renamed(
+    __name__, {"Ask": "LessonQuestion", "Show": "ValueTable", "Choice": "MultipleChoice", "Words": "ShortText"}
+)  # names that the documents gave

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tritonllm.kernels.runtime import tuning
+from tritonllm.moved import renamed
 from tritonllm.teach.xray.costs import Cost, Later, cost_of, name_of
 from tritonllm.teach.xray.kernels import Launch, reason_of, shapes_of, watched_launches
 
@@ -358,3 +359,6 @@ def inside(model: nn.Module, enter: Callable[[str, str], None], leave: Callable[
                 delattr(module, method)
             else:
                 setattr(module, method, before)
+
+
+__getattr__ = renamed(__name__, {"Recorder": "StageRecorder"})  # names that the documents gave
