@@ -29,6 +29,7 @@ SERVER: dict[str, dict[str, Any]] = {
     "host": {"metavar": "NAME", "help": "address to listen on (default: 127.0.0.1, this machine only)"},
     "port": {"type": int, "metavar": "N", "help": "default: 8000; 0 takes a free one"},
     "uds": {"metavar": "PATH", "help": "listen on a Unix socket instead"},
+    "root-path": {"metavar": "PATH", "help": "where what stands before the server offers its paths, as /llm"},
     "ssl-certfile": {"metavar": "FILE", "help": "certificate for TLS"},
     "ssl-keyfile": {"metavar": "FILE", "help": "its key"},
     "tool-call-parser": {
@@ -57,7 +58,11 @@ SERVER: dict[str, dict[str, Any]] = {
     },
     "server-dev-mode": {
         "action": "store_true",
-        "help": "clients may use /sleep, /wake_up, /reload_weights, /reset_prefix_cache, /expert_load",
+        "help": "clients may use /sleep, /wake_up, /reload_weights, /reset_prefix_cache, /expert_load, /server_info",
+    },
+    "enable-tokenizer-info-endpoint": {
+        "action": "store_true",
+        "help": "clients may read the tokenizer's configuration and the chat template (/tokenizer_info)",
     },
     **LIMITS,
     "drain-seconds": {
@@ -86,6 +91,10 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     )
     parser.set_defaults(run=run, wrong_usage=parser.error)
     group = parser.add_argument_group("server")
+    group.add_argument("--model", dest="named_model", help=argparse.SUPPRESS)  # of the file; and scripts of others
+    group.add_argument(
+        "--config", metavar="FILE", help="options in YAML, as `port: 8080`; those of the command line count more"
+    )
     group.add_argument(
         "--served-model-name", nargs="+", metavar="NAME", help="names of the model in requests (default: MODEL)"
     )

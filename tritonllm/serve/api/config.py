@@ -29,9 +29,11 @@ class ServerConfig:
         max_concurrency: requests that may be answered at once.
         drain_seconds: how long running requests may take after SIGTERM.
         ssl_certfile, ssl_keyfile: for TLS.
+        root_path: under which what stands before the server offers its paths, as ``/llm``; it may take that away.
         api_server_count: processes that speak HTTP, in front of one engine.
         server_dev_mode: clients may put the engine to sleep, wake it up, reload its weights, empty its prefix cache,
             and ask what its experts have to do.
+        enable_tokenizer_info_endpoint: clients may read the tokenizer's configuration and the chat template.
         profiler_config: clients may let the engine write traces, and where to.
         otlp_traces_endpoint: URL of an OpenTelemetry collector that gets a span for each request.
         request_timeout: seconds that a request may take; ``None``: as many as it needs.
@@ -47,6 +49,7 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     uds: str | None = None
+    root_path: str = ""
     api_keys: tuple[str, ...] = ()
     chat_template: str | None = None
     tool_call_parser: str | None = None
@@ -62,6 +65,7 @@ class ServerConfig:
     drain_seconds: float = 30.0
     api_server_count: int = 1
     server_dev_mode: bool = False
+    enable_tokenizer_info_endpoint: bool = False
     profiler_config: ProfilerConfig | None = None
     otlp_traces_endpoint: str | None = None
     request_timeout: float | None = None
@@ -81,6 +85,8 @@ class ServerConfig:
                     "--allowed-origins must be '*', or as a browser sends them, https://chat.example or "
                     f"http://localhost:3000, without a path; got {origin!r}"
                 )
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise ValueError(f"--root-path must begin with / and not end with it, as /llm, got {self.root_path!r}")
         check_names(self.tool_call_parser, self.reasoning_parser)
         if not 0 <= self.port <= 65535:
             raise ValueError(f"--port must be from 0 to 65535, got {self.port}")
