@@ -27,6 +27,13 @@ from tritonllm.serve.api.template import read_template
         (["--pooler-config", "{"], "pooler_config is no JSON"),
         (["--scheduling-policy", "fair"], "invalid choice"),
         (["--unknown"], "unrecognized arguments"),
+        (["--default-chat-template-kwargs", "{"], "--default-chat-template-kwargs is no JSON"),
+        (["--default-chat-template-kwargs", "[]"], "--default-chat-template-kwargs must be a dict"),
+        (
+            ["--default-chat-template-kwargs", '{"tools": 1}'],
+            "--default-chat-template-kwargs: chat_template_kwargs has",
+        ),
+        (["--override-generation-config", "{"], "override_generation_config is no JSON"),
         (["--root-path", "llm/"], "--root-path must begin with /"),
         (["--config", "a.yaml", "--config=b.yaml"], "--config takes one file"),
         (["--config"], "--config takes one file"),

@@ -12,6 +12,7 @@ from typing import Any
 from tritonllm import env
 from tritonllm.cli.options import ENGINE, LIMITS, SEVERAL, add_options, given
 from tritonllm.cli.pooling_options import POOLING
+from tritonllm.config.checks import json_mapping
 from tritonllm.config.engine import POLICIES, EngineConfig
 from tritonllm.system.starting import no_searches, stopped_by_sigterm
 
@@ -113,6 +114,11 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     )
     group.add_argument("--chat-template", metavar="FILE", help="a Jinja template instead of the tokenizer's")
     group.add_argument(
+        "--default-chat-template-kwargs",
+        metavar="JSON",
+        help='variables of the template for requests that do not bring these: {"enable_thinking": false}',
+    )
+    group.add_argument(
         "--max-queue", type=int, default=1024, metavar="N", help="most sequences that wait (default: 1024); then: 429"
     )
     group.add_argument(
@@ -131,6 +137,10 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
             "generation-config": {
                 "metavar": "NAME",
                 "help": "where sampling defaults come from: auto (default: the model), vllm (none), or a folder",
+            },
+            "override-generation-config": {
+                "metavar": "JSON",
+                "help": 'counts more than the model\'s generation_config.json: {"temperature": 0.5}',
             },
             "seed": {"type": int, "metavar": "N", "help": "of requests that bring none (default: 0)"},
             **SEVERAL,
@@ -157,6 +167,7 @@ def check(args: argparse.Namespace) -> tuple[EngineConfig, Any]:
     more = (
         "policy",
         "generation_config",
+        "override_generation_config",
         "seed",
         "skip_tokenizer_init",
         "enable_sleep_mode",
@@ -172,11 +183,13 @@ def check(args: argparse.Namespace) -> tuple[EngineConfig, Any]:
     profiler = None if args.profiler_config is None else ProfilerConfig.of(args.profiler_config)
     if profiler is not None:
         profiler.check_folder()
+    name, variables = "--default-chat-template-kwargs", args.default_chat_template_kwargs
     config = ServerConfig(
         model_names=tuple(args.served_model_name or [args.model]),
         api_keys=tuple(keys),
         allowed_origins=origins_of(args.allowed_origins or ()),
         chat_template=template,
+        default_chat_template_kwargs={} if variables is None else json_mapping(name, variables),
         profiler_config=profiler,
     )
     config = dataclasses.replace(config, **given(args, SERVER))

@@ -55,8 +55,13 @@ def make_app(
         if traces is not None:
             await asyncio.to_thread(traces.close)
 
-    about = {"title": "tritonllm", "version": __version__, "root_path": config.root_path}
-    app = FastAPI(**about, lifespan=lifespan, redirect_slashes=False)
+    app = FastAPI(
+        title="tritonllm",
+        version=__version__,
+        root_path=config.root_path,
+        lifespan=lifespan,
+        redirect_slashes=False,
+    )
     app.state.draining, running = False, running or SharedCount()
     metrics = ServerMetrics(llm, config.model_names[0], metrics_folder)
     service = Service(llm, config, metrics.ignored)
