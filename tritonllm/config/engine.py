@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tritonllm.config.checks import at_least, is_a, names_code, one_of
+from tritonllm.config.checks import at_least, is_a, json_mapping, names_code, one_of
 from tritonllm.config.kv_transfer import KVTransferConfig as KVTransferConfig
 from tritonllm.config.parallel import EXECUTORS as EXECUTORS
 from tritonllm.config.parallel import MOST_BLOCK_TOKENS
@@ -64,6 +64,8 @@ class ModelConfig:
         seed: of dummy weights and of requests that bring none.
         generation_config: where the defaults of sampling come from: ``auto`` is the model's ``generation_config.json``,
             ``vllm`` are those of :class:`SamplingParams`, anything else a folder with such a file.
+        override_generation_config: entries that count more than those of that file, as ``{"temperature": 0.5}``;
+            :meth:`EngineConfig.from_kwargs` takes JSON, too.
         runner: ``generate`` refuses pooling requests, ``pooling`` those that generate; ``auto`` takes both, as far as
             the architecture has them.
         convert: ``embed`` leaves a classifier's head away, ``classify`` looks for one in a causal model's files,
@@ -83,6 +85,7 @@ class ModelConfig:
     allow_nan: bool = False
     seed: int = 0
     generation_config: str = "auto"
+    override_generation_config: Mapping[str, Any] | None = None
     runner: Literal["auto", "generate", "pooling"] = "auto"
     convert: Literal["auto", "none", "embed", "classify"] = "auto"
     pooler_config: PoolerConfig = field(default_factory=PoolerConfig)
@@ -403,6 +406,9 @@ class EngineConfig:
             ValueError: an argument that no part knows, one of vLLM's at a value that we lack, or a bad value.
         """
         kwargs = translate(kwargs, cls.known_kwargs())
+        if "override_generation_config" in kwargs:
+            name = "override_generation_config"
+            kwargs[name] = json_mapping(name, kwargs[name])
         if "pooler_config" in kwargs:
             kwargs["pooler_config"] = PoolerConfig.of(kwargs["pooler_config"])
         parts: dict[str, Any] = {}

@@ -1,12 +1,11 @@
 """Where an engine's cached blocks go beyond its own memory, and come from: what a user can choose."""
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tritonllm.config.checks import names_code, one_of
+from tritonllm.config.checks import json_mapping, names_code, one_of
 
 CONNECTORS = ("FileStore", "Peer", "Nixl", "CudaIpc")
 ON_DEVICE = ("CudaIpc",)  # connectors for which the cache's second tier lies in the GPU's memory
@@ -97,17 +96,8 @@ class KVTransferConfig:
         """
         if isinstance(value, cls):
             return value
-        if isinstance(value, str):
-            try:
-                value = json.loads(value)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"kv_transfer_config is no JSON ({error}): {value!r}") from error
-        if not isinstance(value, Mapping):
-            raise ValueError(f"kv_transfer_config must be a dict, its JSON, or None, got {value!r}")
         known = [one.name for one in dataclasses.fields(cls)]
-        for name in value:
-            if name not in known:
-                raise ValueError(f"kv_transfer_config: {name!r} is not supported; there are {', '.join(known)}")
-        if "kv_connector" not in value:
+        given = json_mapping("kv_transfer_config", value, known, "a dict, its JSON, or None")
+        if "kv_connector" not in given:
             raise ValueError("kv_transfer_config: kv_connector is missing, for example {'kv_connector': 'FileStore'}")
-        return cls(**value)
+        return cls(**given)

@@ -1,10 +1,11 @@
 """What a pooling request asks for, and how an engine pools by default. Names and meanings are vLLM's."""
 
-import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from copy import copy
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
+
+from tritonllm.config.checks import json_mapping
 
 PoolingTask = Literal["embed", "classify", "token_embed", "token_classify"]
 PoolingType = Literal["LAST", "CLS", "MEAN", "ALL", "STEP"]
@@ -138,18 +139,8 @@ class PoolerConfig:
         """
         if isinstance(value, cls):
             return value
-        if isinstance(value, str):
-            try:
-                value = json.loads(value)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"pooler_config is no JSON ({error}): {value!r}") from error
-        if not isinstance(value, Mapping):
-            raise ValueError(f"pooler_config must be a PoolerConfig, a dict or its JSON, got {value!r}")
-        known = [field.name for field in fields(cls)]
-        for name in value:
-            if name not in known:
-                raise ValueError(f"pooler_config: {name!r} is not supported; there are {', '.join(known)}")
-        return cls(**value)
+        known, forms = [field.name for field in fields(cls)], "a PoolerConfig, a dict or its JSON"
+        return cls(**json_mapping("pooler_config", value, known, forms))
 
     def merged(self, params: PoolingParams) -> PoolingParams:
         """The request's parameters, with ours where it has none and the task takes them."""

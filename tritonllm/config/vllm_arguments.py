@@ -81,7 +81,6 @@ class VllmEngine:
     quantization_param_path: Any = None
     allow_deprecated_quantization: Any = False
     cpu_offload_gb: Any = 0
-    override_generation_config: Any = None
     # the cache and the schedule
     kv_cache_dtype: Any = "auto"
     kv_cache_memory_bytes: Any = None
@@ -180,7 +179,6 @@ ADVICE = {
     "best_of": "ask for n outputs and choose among them",
     "enable_chunked_prefill": "long prompts are always computed in chunks; max_num_batched_tokens limits a step",
     "kv_cache_memory_bytes": "use gpu_memory_utilization or num_gpu_blocks_override",
-    "override_generation_config": "pass SamplingParams, or generation_config= with a folder of your own",
     "hf_overrides": "change the model's config.json",
     "rope_scaling": "change the model's config.json",
     "rope_theta": "change the model's config.json",

@@ -31,6 +31,7 @@ class EngineArgs(VllmEngine):
     allow_nan: bool = False
     seed: int | None = None
     generation_config: str = "auto"
+    override_generation_config: str | dict[str, Any] | None = None
     runner: str = "auto"
     convert: str = "auto"
     pooler_config: str | dict[str, Any] | PoolerConfig | None = None

@@ -334,7 +334,9 @@ def load_parts(config: EngineConfig, ranks: Ranks) -> EngineParts:
     origin = read_origin(config)
     folder, spec, modules = origin.folder, origin.spec, origin.modules
     generation_config = read_generation_config(config.model.generation_config, folder)
-    defaults = default_params(config.model.generation_config, generation_config)
+    defaults = default_params(
+        config.model.generation_config, generation_config, config.model.override_generation_config
+    )
     pooling = PoolingAbility.of(config.model, spec, checkpoint.read_config(folder), modules)
     with ranks:
         with background_compiler(spec, config, origin.draft) as compiler:  # leaving the block waits for it

@@ -1,5 +1,7 @@
 """What an operator may tell the engine over HTTP, behind ``--server-dev-mode``. Paths and arguments are vLLM's."""
 
+import json
+from dataclasses import asdict
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
@@ -10,6 +12,7 @@ from pydantic import ConfigDict, Field
 from tritonllm.serve.api.errors import APIError
 from tritonllm.serve.api.protocol import Body
 from tritonllm.serve.engines.async_llm import AsyncLLM
+from tritonllm.version import __version__
 
 ORIGIN = "this path answers no pages of browsers: leave the header Origin out, or set --api-key"
 
@@ -83,6 +86,12 @@ def add_admin(app: FastAPI, llm: AsyncLLM, has_keys: bool) -> None:
         refuse_pages(request, has_keys)
         await llm.reset_expert_load()
         return JSONResponse({})
+
+    @app.get("/server_info")
+    async def server_info(config_format: Literal["text", "json"] = "text") -> Response:
+        config = llm.config
+        told = str(config) if config_format == "text" else json.loads(json.dumps(asdict(config), default=str))
+        return JSONResponse({"version": __version__, "vllm_config": told})
 
     @app.post("/reload_weights")
     async def reload_weights(request: Request, body: ReloadRequest | None = None) -> Response:

@@ -186,6 +186,6 @@ async def tokens_of_chat(service: Service, request: Request, body: TokenizeReque
     assert body.messages is not None
     same = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
     chat_body = chat_request({name: getattr(body, name) for name in same})
-    options = chat_body.options(service.config.chat_template, False)
+    options = chat_body.options(service.config.chat_template, False, service.config.default_chat_template_kwargs)
     prompt: Any = await unless_disconnected(request, service.llm.render_chat(body.messages, options))
     return prompt["prompt_token_ids"]

@@ -450,17 +450,20 @@ class ChatRequest(SamplingBody, ToolsBody):
     def new_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-    def options(self, chat_template: str | None, trust_template: bool) -> ChatOptions:
+    def options(
+        self, chat_template: str | None, trust_template: bool, defaults: Mapping[str, Any] = MappingProxyType({})
+    ) -> ChatOptions:
         """Args:
             chat_template: the server's, if it has one of its own.
             trust_template: a request may bring its own.
+            defaults: the template's variables where the request does not bring these.
 
         Raises:
             ValueError: options that exclude each other, or a template that may not be brought.
         """
         if self.chat_template is not None and not trust_template:
             raise ValueError("chat_template: this server takes none from requests (--trust-request-chat-template)")
-        variables = dict(self.chat_template_kwargs or {})
+        variables = {**defaults, **(self.chat_template_kwargs or {})}
         if self.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", self.reasoning_effort)
         return ChatOptions(

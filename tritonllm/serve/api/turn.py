@@ -55,7 +55,9 @@ async def prepare(
     config, formats = service.config, service.formats
     functions = body.tool_names()
     form = forced_form(body, functions)
-    options = body.options(config.chat_template, config.trust_request_chat_template)
+    options = body.options(
+        config.chat_template, config.trust_request_chat_template, config.default_chat_template_kwargs
+    )
     whole = must_fit and body.truncate_prompt_tokens is None
     rendered = service.llm.render_chat(body.messages, options, must_fit=whole)
     prompt: Any = await unless_disconnected(request, rendered)
