@@ -126,6 +126,7 @@ class VllmEngine:
     default_mm_loras: Any = None
     enable_prompt_adapter: Any = False
     # images and sound
+    language_model_only: Any = True
     limit_mm_per_prompt: Any = None
     mm_processor_kwargs: Any = None
     mm_processor_cache_gb: Any = 4
@@ -166,6 +167,7 @@ ALSO_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "preemption_mode": ("recompute",),
 }
 ANY_VALUE = {
+    "language_model_only",  # it is all that there is
     "max_logprobs",
     "max_seq_len_to_capture",
     "served_model_name",

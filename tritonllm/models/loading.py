@@ -127,6 +127,8 @@ def load_model(
             max_model_len=max_model_len,
             allow_nan=allow_nan,
         )
+    if spec.text_of:
+        logger.info("%s: its text model alone (%s), without images or sound", spec.text_of, spec.architecture)
     sizes: dict[str, Any] = {"dtype": dtype, "device": device, "max_model_len": max_model_len}
     how: dict[str, Any] = {"batch_invariant": batch_invariant, "counts_experts": counts_experts}
     model = Decoder(spec, **sizes, group=group, context=context, stage=stage, exchange=exchange, **how)

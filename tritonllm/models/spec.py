@@ -53,6 +53,7 @@ class ModelSpec:
         head: what a classifier or a reward model has in its place.
         eos_token_ids: tokens that end a sequence.
         dtype: of the checkpoint.
+        text_of: the architecture whose text model it is, where a checkpoint has towers for images or sound beside it.
     """
 
     architecture: str
@@ -80,6 +81,7 @@ class ModelSpec:
     head: HeadSpec | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float32
+    text_of: str = ""
 
     def __post_init__(self) -> None:
         if not self.layers:

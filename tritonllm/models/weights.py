@@ -37,6 +37,7 @@ from tritonllm.models.tensor_files import (
     read,
     stored_tensors,
 )
+from tritonllm.models.text_part import names_in_files
 
 # What architectures call the output projection; with tied embeddings it may be stored all the same.
 _OUTPUTS = ("lm_head.weight", "embed_out.weight", "output.weight")
@@ -221,7 +222,7 @@ def _plan(model: Decoder, stored: Mapping[str, StoredTensor], where: str) -> _Pl
     embedding = next(name for name, slot in slots.items() if slot.parameter == "embed.weight")
     outputs = [name for name in _OUTPUTS if name not in slots] if model.spec.tie_word_embeddings else []
     slots = {**slots, **dict.fromkeys(outputs, slots[embedding])}
-    accepted = _accepted_names(slots)
+    accepted = _accepted_names(slots, text_of=bool(model.spec.text_of))
     home: dict[str, str] = {}  # name of the slot -> name in the checkpoint
     for name, tensor in stored.items():
         if name not in accepted and (is_derived(name, tensor) or is_extra(model.spec, name)):
@@ -254,14 +255,17 @@ def _check_map(model: Decoder, slots: Mapping[str, Slot]) -> None:
         raise ValueError(f"the weight map gives {name} the shape {mapped.get(name)}, the model {shapes.get(name)}")
 
 
-def _accepted_names(slots: Mapping[str, Slot]) -> dict[str, str]:
+def _accepted_names(slots: Mapping[str, Slot], *, text_of: bool = False) -> dict[str, str]:
     """Names that a checkpoint may use -> names of slots: the same, those without the base model's name, and what the
-    first checkpoints of BERT call a layer norm's weight and bias."""
+    first checkpoints of BERT call a layer norm's weight and bias; and, where the model is the text part of another
+    (``text_of``), those with that one's names before them."""
     accepted = {name: name for name in slots}
     for name in slots:
         for new, old in (("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta")):
             if name.endswith(new):
                 accepted[name.removesuffix(new) + old] = name
+    if text_of:
+        accepted |= {other: slot for name, slot in list(accepted.items()) for other in names_in_files(name)}
     for name, slot in list(accepted.items()):
         if name.count(".") > 1:  # `lm_head.weight` is not in the base model
             accepted.setdefault(name.partition(".")[2], slot)
