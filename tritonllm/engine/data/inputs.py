@@ -49,15 +49,16 @@ class Batch:
     by_shards: bool = False
 
     def sampling(self, rows: int) -> SamplingRows:
-        """Of the first ``rows`` sequences that are sampled from."""
+        """The sampling parameters of the first ``rows`` sequences that are sampled from."""
         return SamplingRows(*(column[:rows] for column in self.rows))
 
     def telling(self, stored: Callable[[int], None]) -> "Batch":
-        """The same, which says when each layer is launched (:class:`~tritonllm.layers.metadata.AttentionMetadata`)."""
+        """This batch, with a function that is called when each layer is launched (see
+        :class:`~tritonllm.layers.metadata.AttentionMetadata`)."""
         return replace(self, metadata=replace(self.metadata, stored=stored))
 
     def exchanging(self, rows: int) -> "Batch":
-        """The same, with room for so many rows of each rank in its exchanges of rows with other ranks."""
+        """This batch, with room for ``rows`` rows of each rank in its exchanges with other ranks; unchanged if 0."""
         return replace(self, metadata=replace(self.metadata, exchange_rows=rows)) if rows else self
 
 
