@@ -136,7 +136,7 @@ class HostTier:
         """A lent slot is not needed any more.
 
         Args:
-            label: of what was written into it; ``None`` if nothing, or nothing good.
+            label: the digest of the block that was written into it; ``None`` if nothing was, or nothing valid.
         """
         if self._lent.pop(slot) is not None:
             return  # it has been read, and is still what it was
@@ -240,7 +240,7 @@ class HostTier:
         Args:
             there: blocks that it shares; some may still be on their way.
             slots: what comes back from here, found a moment ago.
-            blocks: its new blocks, of which the first take what comes back.
+            blocks: the request's new blocks, of which the first take what comes back.
         """
         self.overwrite(blocks)
         last = self._under_way.last_load(there)
@@ -280,7 +280,8 @@ class HostTier:
         """The plan is made, and :meth:`finish` has said what goes before its step. Returns what is copied meanwhile.
 
         Args:
-            beside: that is possible. Else the blocks that the step fills are stored with the next plan.
+            beside: whether blocks can be copied while the step runs. Else those that it fills are stored with the next
+                plan.
         """
         filled, self._filled = self._filled, {}
         if not (beside and self.streams):

@@ -35,9 +35,9 @@ class PromptShare:
     """What prompts may have of a step that is being planned; found out when the first of them asks.
 
     Args:
-        most: tokens of a step.
-        running: requests that run.
-        waiting: those that wait.
+        most: the most tokens of a step.
+        running: the requests that run.
+        waiting: the queue of waiting requests.
 
     Attributes:
         granted: the share; ``None`` while no prompt has asked.

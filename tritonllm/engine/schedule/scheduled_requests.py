@@ -27,17 +27,17 @@ class ScheduledRequests:
     """The unfinished requests of an engine.
 
     Args:
-        seats: so many requests may run at once.
+        seats: how many requests may run at once.
         pool: the blocks that running requests hold.
         block_size: tokens per block.
         tier: where blocks are kept in the host's memory; ``None`` for nowhere.
         keeps_own: the tier keeps what a preempted request leaves (else it has that already, by the prefix cache).
 
     Attributes:
-        waiting: those that wait, the preempted ones included.
-        running: in order.
-        just_ended: by the results that were taken in last, by id.
-        preemptions: since the start.
+        waiting: the queue of waiting requests, the preempted ones included.
+        running: the running requests, in order.
+        just_ended: the requests that ended by the results that were taken in last, by id.
+        preemptions: how many requests were preempted since the start.
     """
 
     def __init__(self, seats: int, pool: BlockPool, block_size: int, tier: HostTier | None, keeps_own: bool) -> None:

@@ -82,14 +82,14 @@ def count_positions(counts: list[int], drafted: int, accepted: int) -> None:
 
 
 class Drafting:
-    """What a scheduler asks.
+    """How many drafts a scheduler plans for each request, and whether a step verifies at all.
 
     Args:
-        most: drafts of a sequence in a step; 0 turns all of this off.
-        verified: most sequences of a step that verifies.
-        adaptive: plain steps where drafts do not pay; otherwise every step verifies that may.
+        most: how many drafts a sequence may have in a step; 0 plans none.
+        verified: how many sequences a step that verifies may have.
+        adaptive: whether to plan plain steps where drafts do not pay; otherwise every step verifies that may.
         draft_cost: see :func:`relative_cost`.
-        depth: of a tree of drafts: most that can be right; by default all of them.
+        depth: how many drafts of a tree can be right, one behind the other; by default all of them.
     """
 
     def __init__(
