@@ -49,9 +49,9 @@ class NixlReader:
         """Read spans of another agent's memory; when this is over, nothing is written to ``mine`` any more.
 
         Args:
-            metadata: of the other agent.
-            mine, theirs: as many of both, of the same lengths.
-            deadline: a time of ``time.monotonic``.
+            metadata: the metadata of the other agent, as NIXL gives it.
+            mine, theirs: spans of this and of the other agent's memory, as many of both, of the same lengths.
+            deadline: when to give up, by ``time.monotonic``.
 
         Raises:
             OSError: it has failed, or was late; ``mine`` hold anything.

@@ -72,7 +72,7 @@ class Peers:
         """How long a lookup should wait there for blocks that are late.
 
         Args:
-            seconds: that it may wait.
+            seconds: how long it may wait at most, in seconds.
         """
         with self._lock:
             hurries = time.monotonic() < self._peer(address).hurries_until

@@ -58,7 +58,7 @@ QUESTION_BYTES = (_NUMBER.size + KEY_BYTES, _NUMBER.size + KEY_BYTES * MOST_KEYS
 
 
 class Kind(enum.IntEnum):
-    """Of a frame."""
+    """The kind of a frame."""
 
     LOOKUP = 1
     COUNT = 2
@@ -82,7 +82,7 @@ class WireError(Exception):
 
 
 class FrameHead(NamedTuple):
-    """Of a frame: its kind, the bytes of its payload, and the checksum of both and the payload."""
+    """The head of a frame: its kind, the bytes of its payload, and the checksum of both and the payload."""
 
     kind: Kind
     size: int
@@ -108,7 +108,7 @@ def head_of(kind: Kind, payload: Sequence[bytes | memoryview]) -> bytes:
     """A frame's head.
 
     Args:
-        payload: its parts.
+        payload: the parts of the payload, which follow the head one after the other.
     """
     facts = _FACTS.pack(MAGIC, VERSION, kind, sum(memoryview(part).nbytes for part in payload))
     return facts + _checksum(facts, payload)
@@ -168,7 +168,7 @@ class Channel:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Of the other side, to connect there once more.
+        """The host and port of the other side, to connect there once more.
 
         Raises:
             OSError: it has hung up.
@@ -195,7 +195,7 @@ class Channel:
 
     @property
     def is_quiet(self) -> bool:
-        """It is open, and nothing has come that nobody asked for."""
+        """Whether the connection is open and nothing has come that nobody asked for."""
         try:
             events = select.poll()
             events.register(self._socket, select.POLLIN)
@@ -208,7 +208,7 @@ class Channel:
         self._socket.sendall(data)
 
     def read_into(self, into: memoryview, deadline: float) -> None:
-        """Fill it."""
+        """Receive bytes until ``into`` is full."""
         while into.nbytes:
             self._socket.settimeout(_left(deadline))
             count = self._socket.recv_into(into)
@@ -232,12 +232,12 @@ class Channel:
         return FrameHead(Kind(kind), size, data[_FACTS.size :])
 
     def read_question(self, kinds: Collection[Kind], idle: float, within: float) -> Question:
-        """The next one.
+        """Receive the next question.
 
         Args:
-            kinds: that may come.
-            idle: until when it must have begun.
-            within: seconds in which the rest must follow.
+            kinds: the kinds of questions that may come.
+            idle: until when the question must have begun, by ``time.monotonic``.
+            within: how long the rest may take once it has begun, in seconds.
         """
         head = self.read_head(dict.fromkeys(kinds, QUESTION_BYTES), idle)
         payload = self._read_payload(head, time.monotonic() + within)
@@ -295,7 +295,7 @@ class Channel:
         return np.frombuffer(payload, _PLACES).astype(np.int64)
 
     def read_has_read(self, deadline: float) -> None:
-        """That the other side has read what it was told of."""
+        """Receive the frame that says that the other side has read what it was told of."""
         self._read_payload(self.read_head({Kind.READ: (0, 0)}, deadline), deadline)
 
     def read_still(self, count: int, deadline: float) -> np.ndarray:
@@ -315,10 +315,10 @@ class Channel:
 
 
 def _left(deadline: float) -> float:
-    """Seconds.
+    """The seconds that are left until a deadline.
 
     Raises:
-        TimeoutError: there are none.
+        TimeoutError: the deadline has passed.
     """
     seconds = deadline - time.monotonic()
     if seconds <= 0:

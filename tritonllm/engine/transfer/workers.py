@@ -14,11 +14,11 @@ T = TypeVar("T")
 
 
 class Workers:
-    """Do what they are given, in the order in which it came.
+    """Threads that do what they are given, in the order in which it came.
 
     Args:
-        count: threads.
-        name: of the threads.
+        count: how many threads there are.
+        name: the name of each of the threads.
     """
 
     def __init__(self, count: int, name: str) -> None:
