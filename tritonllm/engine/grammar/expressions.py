@@ -31,7 +31,7 @@ def too_large(name: str, value: str) -> str | None:
     """Which limit the value of ``regex`` or ``grammar`` exceeds, whose length has one already; ``None`` if none.
 
     Args:
-        name: of these two.
+        name: ``"regex"`` or ``"grammar"``; any other name has no limit here.
     """
     if name == "regex":
         repeats = sum(piece.startswith(_REPEATS) for piece in _REGEX.findall(value))

@@ -127,7 +127,7 @@ class Grammars:
     """Compiles grammars for one model, in threads of its own.
 
     Args:
-        tokenizer: of transformers.
+        tokenizer: a tokenizer of transformers.
         vocab: size of the model's vocabulary.
         ends: tokens that may end an output, once its grammar lets it end.
         backend: what makes masks, one of :data:`~tritonllm.config.engine.STRUCTURED_OUTPUTS_BACKENDS`.
@@ -261,9 +261,9 @@ class GrammarControl:
     """Lets one output follow its grammar (a :class:`~tritonllm.engine.data.control.Control`).
 
     Args:
-        compiled: of the grammar; done before anything is asked.
+        compiled: the compiled grammar; it must be done before the first call of a method.
         vocab: size of the model's vocabulary.
-        bans: parameters of the request that may ban what the grammar allows.
+        bans: names of the request's parameters that may ban tokens that the grammar allows.
     """
 
     waits = False

@@ -165,7 +165,7 @@ def numbers(rules: Rules, low: "Bound | None", high: "Bound | None") -> str:
 
 @dataclass(frozen=True)
 class Bound:
-    """Of numbers; excluded itself, perhaps."""
+    """A lower or upper bound of numbers, which may itself be excluded."""
 
     value: Decimal
     exclusive: bool = False
@@ -185,7 +185,8 @@ class Bound:
         return len(self.digits[1])
 
     def check(self, exclusive: bool) -> None:
-        """
+        """Check that a grammar can keep numbers within this bound.
+
         Raises:
             NoNumber: whether a number is beyond it depends on how that is rounded; or it is too long.
         """

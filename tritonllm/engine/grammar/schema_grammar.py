@@ -214,11 +214,11 @@ class _Writer:
         return f'"{opening}" {inside}', f'"," {inside}', f'{self._blank(depth)} "{closing}"'
 
     def _of(self, opening: str, closing: str, depth: int, filled: Sequence[str], empty: bool) -> str:
-        """A body.
+        """The right side of a rule for an object or an array, with its brackets.
 
         Args:
-            filled: alternatives of what is between the brackets.
-            empty: whether that may be nothing.
+            filled: alternatives of what stands between the brackets.
+            empty: whether nothing may stand between them.
         """
         begin, _, end = self._around(opening, closing, depth)
         ways = [f"{begin} ({' | '.join(filled)}) {end}"] if filled else []
