@@ -50,14 +50,15 @@ def relative_cost(sequences: int, drafts: int, draft_cost: float = 0.0, depth: i
 
 @dataclass
 class DraftCounts:
-    """Totals since the start.
+    """What verified drafts came to, as totals since the start.
 
     Attributes:
-        num_drafts: sequences of steps that had drafts to verify.
-        num_draft_tokens: those drafts.
-        num_accepted_tokens: of them, the ones that were right.
-        num_accepted_tokens_per_pos: of these, the first ones, the second ones, and so on.
-        draft_seconds: what making them has taken on the device, in captured steps too. Not the verdict.
+        num_drafts: how many sequences of steps had drafts to verify.
+        num_draft_tokens: how many drafts these sequences had.
+        num_accepted_tokens: how many of these drafts were right.
+        num_accepted_tokens_per_pos: how many of those were the first of their sequence in a step, the second, and so
+            on.
+        draft_seconds: how long making the drafts has taken on the device, in captured steps too, without the verdict.
     """
 
     num_drafts: int = 0
