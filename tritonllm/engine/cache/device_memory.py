@@ -67,7 +67,7 @@ class _Location(ctypes.Structure):
 
 
 class _Properties(ctypes.Structure):
-    """CUmemAllocationProp."""
+    """The struct ``CUmemAllocationProp`` of the CUDA driver."""
 
     _fields_ = (
         ("type", ctypes.c_int),
@@ -82,7 +82,7 @@ class _Properties(ctypes.Structure):
 
 
 class _Access(ctypes.Structure):
-    """CUmemAccessDesc."""
+    """The struct ``CUmemAccessDesc`` of the CUDA driver."""
 
     _fields_ = (("location", _Location), ("flags", ctypes.c_int))
 
@@ -251,7 +251,7 @@ class Arena:
             self._mapped = begin
 
     def _size_at(self, begin: int) -> int:
-        """Of the chunk that begins there: the last one is smaller."""
+        """The size in bytes of the chunk that begins at this offset: the last one is smaller."""
         return min(self._chunk, -(-self._size // self._pages.granularity) * self._pages.granularity - begin)
 
     def sleep(self, keep: bool) -> None:

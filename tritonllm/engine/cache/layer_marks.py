@@ -23,11 +23,11 @@ class Marks(Protocol):
 
 
 class LayerMarks:
-    """Of one captured step, or of the last pass through it. If its layers come in another order than theirs, there is
-    no event from there on.
+    """The events behind the layers of one captured step, or of the last pass through it. If its layers are not launched
+    in ascending order, there is no event from the first that is out of order on.
 
     Args:
-        layers: behind which there is an event.
+        layers: the numbers of the layers behind which there is an event.
     """
 
     def __init__(self, layers: Iterable[int]) -> None:
