@@ -46,11 +46,11 @@ class ModelRunner:
     """The model, its cache, its sampler and the captured steps.
 
     Args:
-        model: loaded, on ``device``.
-        config: the engine's.
-        device: where the model is.
+        model: the loaded model, on ``device``.
+        config: the configuration of the engine.
+        device: the device that the model is on.
         max_model_len: the longest sequence that may come.
-        pooler: of prompts that are not continued; by default one without a head.
+        pooler: pools the prompts that are not continued; by default one without a head.
         draft: the draft model, loaded, on ``device``, if the configuration has one.
         memory: where the cache's memory is from; by default torch.
         team: the ranks that share the model. All run the same steps. Rank 0 draws, and the others of its stage get its

@@ -36,14 +36,14 @@ class Passed(NamedTuple):
 
 
 class StageTransfer:
-    """A stage's side of it.
+    """Takes the steps of a pipeline over from the stage before, and passes them on to the next.
 
     Args:
-        pipe: the stages.
-        model: this stage's part.
-        seats: of the first stage.
-        ranks: of all stages.
-        device: of the model.
+        pipe: the stages of the pipeline, seen from this one.
+        model: this stage's part of the model.
+        seats: the seats of the first stage's device.
+        ranks: how many ranks all stages have together.
+        device: the device that the model is on.
     """
 
     def __init__(self, pipe: Pipeline, model: Decoder, seats: DeviceSeats, ranks: int, device: torch.device) -> None:
@@ -95,7 +95,8 @@ class StageTransfer:
         )
 
     def newest_evidence(self) -> Evidence | None:
-        """Of the step that was passed on last; a stage that draws nothing forgets the step with it."""
+        """What the ranks compare of the step that was passed on last; a stage that draws nothing forgets the step with
+        it."""
         return self._passed[-1].evidence if self._pipe.first else self._passed.pop().evidence
 
     def take_back(self, launched: LaunchedStep) -> LaunchedStep:
