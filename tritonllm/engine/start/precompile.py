@@ -43,9 +43,10 @@ class Target(NamedTuple):
     """What kernels are compiled for.
 
     Attributes:
-        arch: of an NVIDIA GPU, 90 for compute capability 9.0.
-        name: of the GPU whose tuning tables hold, ``"NVIDIA H200"`` say; ``None`` for built-in launch configurations.
-        dtype: of weights and activations.
+        arch: the architecture of an NVIDIA GPU: 90 for compute capability 9.0.
+        name: the name of the GPU whose tuning tables hold, as ``"NVIDIA H200"``; ``None`` for built-in launch
+            configurations.
+        dtype: the dtype of weights and activations.
         max_model_len: the longest sequence that may come.
     """
 

@@ -63,7 +63,7 @@ class Ranks:
         """Start them; they load while this rank does."""
 
     def join(self, device: torch.device) -> Team:
-        """Meet them."""
+        """Meet the other ranks, and return the groups that they form; here this rank is alone."""
         return ALONE
 
     def lead(self, runner: ModelRunner) -> Executor:
