@@ -122,8 +122,10 @@ class Others(Protocol):
     """The other ranks, while steps run."""
 
     def check(self) -> None:
-        """Raises:
-        WorkerError: one has failed.
+        """Check that all other ranks run.
+
+        Raises:
+            WorkerError: one has failed.
         """
 
     def send(self, message: bytes | bytearray) -> None:
@@ -140,8 +142,8 @@ class GroupExecutor:
     """Runs each step on all ranks.
 
     Args:
-        runner: of this rank, the first.
-        ranks: the others.
+        runner: the runner of this rank, the first.
+        ranks: the other ranks.
     """
 
     def __init__(self, runner: ModelRunner, ranks: Others) -> None:
@@ -150,7 +152,7 @@ class GroupExecutor:
 
     @property
     def model(self) -> CausalLM:
-        """This rank's part."""
+        """This rank's part of the model."""
         return self._runner.model
 
     @property
@@ -165,8 +167,10 @@ class GroupExecutor:
         """Nobody waits for this engine."""
 
     def launch(self, plan: StepPlan) -> RunningStep | None:
-        """Raises:
-        WorkerError: a rank has failed, now or before.
+        """Build the plan's step, send it to the other ranks, and launch it here.
+
+        Raises:
+            WorkerError: a rank has failed, now or before.
         """
 
         def launch() -> RunningStep | None:
