@@ -100,7 +100,7 @@ class BeamSearch:
         """Go on by one token.
 
         Args:
-            scores: of each running hypothesis its :meth:`candidates` most likely next tokens, of all equally many.
+            scores: for each running hypothesis, its :meth:`candidates` most likely next tokens; equally many for all.
 
         Returns:
             For each of the new running hypotheses which of the old ones it continues; none if the search is over.
@@ -192,10 +192,10 @@ class BeamState(RequestState):
     """A user's beam search.
 
     Attributes:
-        search: which hypotheses go on.
-        places: of each of them its sequence; all sequences are the prompt before the first is there.
+        search: the search, which says which hypotheses go on.
+        places: the sequence of each hypothesis, by its index; all sequences are the prompt before the first is there.
         scheduler: lets sequences fork.
-        words: texts of candidates: there are many of them, and few different ones.
+        words: the texts of candidates: there are many of them, and few different ones.
     """
 
     search: BeamSearch
@@ -270,7 +270,7 @@ class BeamState(RequestState):
         return follower.text + (self.tokenizer.decode([tokens[-1]]) if kept else "")
 
     def _logprobs(self, at: Hypothesis, known: dict[Hypothesis | None, dict[int, Logprob]]) -> dict[int, Logprob]:
-        """Of what its last token was chosen from."""
+        """The log-probabilities that a hypothesis's last token was chosen from."""
         if at.parent not in known:
             pairs = enumerate(zip(*at.scores, strict=True), start=1)
             known[at.parent] = {token: Logprob(value, rank, self.words(token)) for rank, (token, value) in pairs}
@@ -355,8 +355,10 @@ def _sampling_params(params: BeamSearchParams, candidates: int) -> SamplingParam
 
 
 def _check_candidates(params: BeamSearchParams, candidates: int, vocab_size: int) -> None:
-    """Raises:
-    ValueError: a search that looks at so many continuations is too wide.
+    """Check that a search of this width can have all the log-probabilities that it looks at.
+
+    Raises:
+        ValueError: a search that looks at so many continuations is too wide.
     """
     most = min(vocab_size, MAX_LOGPROBS)
     if candidates > most:

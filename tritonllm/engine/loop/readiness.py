@@ -21,7 +21,8 @@ class ReadyRequest(NamedTuple):
 
 
 class Unscheduled:
-    """Those of one engine, in order of arrival."""
+    """The requests of one engine that are not scheduled yet, since they wait for a grammar or a transfer; in order of
+    arrival."""
 
     def __init__(self) -> None:
         self._states: dict[str, RequestState] = {}
@@ -58,7 +59,7 @@ class Unscheduled:
             time.sleep(min(1e-3, seconds))
 
     def ready(self) -> list[ReadyRequest]:
-        """Those that have all they waited for; they are here no more."""
+        """The requests that have all they waited for; they are removed from here."""
         found = []
         for state in [state for state in self._states.values() if _is_ready(state)]:
             del self._states[state.request_id]
