@@ -38,11 +38,12 @@ def most_verified(config: SpeculativeConfig | None, limits: SchedulerConfig) -> 
 
 
 def relative_cost(sequences: int, drafts: int, draft_cost: float = 0.0, depth: int | None = None) -> float:
-    """Of a step that verifies so many drafts of each of so many sequences, in plain steps.
+    """How long a step takes, in plain steps, that verifies ``drafts`` drafts of each of ``sequences`` sequences.
 
     Args:
-        draft_cost: of a decode step of the draft model, in those of the model. A plain step has one, too.
-        depth: of a tree of drafts, for each level of which the draft model runs once; by default they are a chain.
+        draft_cost: how long a decode step of the draft model takes, in those of the model. A plain step has one, too.
+        depth: the depth of a tree of drafts, for each level of which the draft model runs once; by default they are a
+            chain.
     """
     verified = LAUNCHES * (ROWS + sequences * (1 + drafts)) / (ROWS + sequences)
     return (verified + (1 + (drafts if depth is None else depth)) * draft_cost) / (1 + draft_cost)
