@@ -15,7 +15,8 @@ ORIGIN = "this path answers no pages of browsers: leave the header Origin out, o
 
 
 class OrderBody(Body):
-    """Of an order, which nobody follows with a part of it left out: what it does not know is an error."""
+    """The body of an order, which nobody follows with a part of it left out: a field that it does not know is an
+    error."""
 
     model_config = ConfigDict(extra="forbid")
     refused = MappingProxyType({})
@@ -47,8 +48,10 @@ def refuse_pages(request: Request, has_keys: bool) -> None:
 
 
 def add_admin(app: FastAPI, llm: AsyncLLM, has_keys: bool) -> None:
-    """Args:
-    has_keys: nobody gets here without one.
+    """Add the routes with which a client orders the engine about: sleep, wake up, reload, profile.
+
+    Args:
+        has_keys: nobody gets here without one.
     """
 
     @app.post("/sleep")

@@ -37,7 +37,7 @@ class Service:
 
     Args:
         llm: the engine.
-        config: of the server.
+        config: the configuration of the server.
         count_ignored: is told the name of each field of a request that changes nothing.
 
     Raises:
@@ -167,8 +167,10 @@ class _Deadline:
         self._end = None if seconds is None else asyncio.get_running_loop().time() + seconds
 
     async def before(self, work: Awaitable[T]) -> T:
-        """Raises:
-        APIError: 504, the work takes longer.
+        """Await some work, but no longer than until the deadline.
+
+        Raises:
+            APIError: 504, the work takes longer.
         """
         if self._end is None:
             return await work

@@ -12,8 +12,10 @@ ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#*]+")
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """Args:
-        model_names: under which requests may name the model; the first one is in answers.
+    """What a server is started with: names, addresses, keys, limits.
+
+    Args:
+        model_names: the names under which requests may ask for the model; the first one is in answers.
         host, port: where to listen. By default only this machine can connect.
         uds: a Unix socket to listen on instead.
         api_keys: one of them must come as ``Authorization: Bearer``; none: everybody may ask.
@@ -23,9 +25,10 @@ class ServerConfig:
         enable_auto_tool_choice: there must be a parser for calls.
         trust_request_chat_template: a request may bring its own template.
         strict_fields: a field of a request that changes nothing, unknown or not, is an error.
-        max_body_bytes: of a request.
-        max_header_bytes, max_header_count: of a request's head: its line and headers together, and how many headers.
-        header_timeout: seconds that a client may take for it.
+        max_body_bytes: how many bytes the body of a request may have.
+        max_header_bytes, max_header_count: how many bytes a request's line and headers may have together, and how many
+            headers there may be.
+        header_timeout: how long a client may take to send them, in seconds.
         max_concurrency: requests that may be answered at once.
         drain_seconds: how long running requests may take after SIGTERM.
         ssl_certfile, ssl_keyfile: for TLS.
@@ -35,8 +38,8 @@ class ServerConfig:
         profiler_config: clients may let the engine write traces, and where to.
         otlp_traces_endpoint: URL of an OpenTelemetry collector that gets a span for each request.
         request_timeout: seconds that a request may take; ``None``: as many as it needs.
-        allowed_origins: of pages in browsers that may ask, as ``https://chat.example``; ``"*"`` is any, and none is the
-            default (CORS). Their requests need the key like others.
+        allowed_origins: the origins of pages in browsers that may ask, as ``https://chat.example``; ``"*"`` is any, and
+            none is the default (CORS). Their requests need the key like others.
         restart: so often within ten minutes an engine that has died is started anew; then the server ends.
 
     Raises:

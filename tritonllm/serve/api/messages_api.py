@@ -20,8 +20,10 @@ from tritonllm.serve.parsing.objects import Objects
 
 
 async def message(service: Service, request: Request, body: MessagesRequest) -> Response:
-    """Raises:
-    APIError, ValueError, QueueFullError, EngineDeadError: see :mod:`tritonllm.serve.api.errors`.
+    """Answer ``POST /v1/messages``.
+
+    Raises:
+        APIError, ValueError, QueueFullError, EngineDeadError: see :mod:`tritonllm.serve.api.errors`.
     """
     model = service.accept(request, body)
     turn = await prepare(service, request, body.chat(service.llm.inputs.knows_thoughts))

@@ -61,7 +61,7 @@ class _PoolingAPI:
     """Answers, each as a coroutine of one JSON object.
 
     Args:
-        service: whose engine pools.
+        service: the service, whose engine pools.
     """
 
     def __init__(self, service: Service) -> None:

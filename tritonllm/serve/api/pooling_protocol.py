@@ -38,8 +38,10 @@ class PoolingBody(Body):
     request_id: str | None = Field(default=None, min_length=1, max_length=128)
 
     def pooling_params(self, task: PoolingTask, **more: Any) -> PoolingParams:
-        """Raises:
-        ValueError: a value outside its range.
+        """The pooling parameters that the body asks for.
+
+        Raises:
+            ValueError: a value outside its range.
         """
         common: Any = {"truncate_prompt_tokens": self.truncate_prompt_tokens, "use_activation": self.use_activation}
         return PoolingParams(task=task, **common, **more)
@@ -71,11 +73,11 @@ class EmbeddingRequest(InputBody):
 
 
 class ClassifyRequest(InputBody):
-    """``POST /classify``."""
+    """The body of ``POST /classify``."""
 
 
 class PoolingRequest(InputBody):
-    """``POST /pooling``."""
+    """The body of ``POST /pooling``."""
 
     task: PoolingTask | None = None
     dimensions: int | None = None
@@ -121,7 +123,7 @@ class ScoreRequest(PoolingBody):
 
 
 class RerankRequest(PoolingBody):
-    """``POST /rerank``."""
+    """The body of ``POST /rerank``."""
 
     query: str
     documents: list[Document] = Field(min_length=1, fail_fast=True)
@@ -134,7 +136,7 @@ class RerankRequest(PoolingBody):
         return self
 
     def texts(self) -> list[Named]:
-        """Of the documents.
+        """The texts of the documents, with their names for errors.
 
         Raises:
             ValueError: a document that is neither text nor an object with one.

@@ -58,7 +58,8 @@ PROMPTS = ("prompt", "input")  # the tokens of one, several prompts, or messages
 
 
 def _in_one_form(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
-    """Of a union pydantic says what is wrong with its first member only."""
+    """Check a value that may have several forms, with one message that names all of them: of a union, pydantic says
+    what is wrong with its first member only."""
     try:
         return check(value)
     except ValidationError as error:
@@ -189,8 +190,10 @@ class ToolsBody(Body):
                 yield f"{TOOLS}{kind}"
 
     def check_choice(self, choice: Any) -> None:
-        """Raises:
-        ValueError: the tool that must be called is one of those that are left out.
+        """Check that a choice names no tool that is left out.
+
+        Raises:
+            ValueError: the tool that must be called is one of those that are left out.
         """
         chosen = _names_of(choice) if isinstance(choice, dict) else []
         for _, tool, kind in self._kinds():
@@ -451,7 +454,9 @@ class ChatRequest(SamplingBody, ToolsBody):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def options(self, chat_template: str | None, trust_template: bool) -> ChatOptions:
-        """Args:
+        """The chat options that the body asks for.
+
+        Args:
             chat_template: the server's, if it has one of its own.
             trust_template: a request may bring its own.
 
@@ -509,7 +514,7 @@ class TokenizeRequest(ToolsBody):
 
 
 class DetokenizeRequest(Body):
-    """``POST /detokenize``."""
+    """The body of ``POST /detokenize``."""
 
     refused = PROMPT
 

@@ -18,8 +18,10 @@ from tritonllm.serve.api.turn import ChatTurn, prepare
 
 
 async def respond_to(service: Service, request: Request, body: ResponsesRequest) -> Response:
-    """Raises:
-    APIError, ValueError, QueueFullError, EngineDeadError: see :mod:`tritonllm.serve.api.errors`.
+    """Answer ``POST /v1/responses``.
+
+    Raises:
+        APIError, ValueError, QueueFullError, EngineDeadError: see :mod:`tritonllm.serve.api.errors`.
     """
     model = service.accept(request, body)
     chat = body.chat()

@@ -38,9 +38,11 @@ class ActivityQuestions:
         self._last = 0.0
 
     async def get(self, view: View, replica: int | None = None) -> dict[str, Any]:
-        """Raises:
-        EngineDeadError: the engine process has died.
-        APIError: it does not answer.
+        """What the engine does; the answer is that of :meth:`AsyncLLM.activity`.
+
+        Raises:
+            EngineDeadError: the engine process has died.
+            APIError: it does not answer.
         """
         self._asked = {question: task for question, task in self._asked.items() if not task.done()}
         task = self._asked.get((view, replica))

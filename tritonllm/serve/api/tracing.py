@@ -16,8 +16,10 @@ SPAN = "llm_request"
 
 
 def require_packages() -> None:
-    """Raises:
-    ImportError: the extra is not installed.
+    """Check that the packages of OpenTelemetry are installed.
+
+    Raises:
+        ImportError: the extra is not installed.
     """
     try:
         import opentelemetry.exporter.otlp.proto.http.trace_exporter
@@ -83,7 +85,7 @@ class Traces:
     """Follows requests (an :class:`~tritonllm.serve.engines.open_requests.Observer`).
 
     Args:
-        provider: of spans.
+        provider: the OpenTelemetry provider that spans are made with.
         model_name: an attribute of every span.
     """
 

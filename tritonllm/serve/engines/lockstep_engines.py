@@ -20,9 +20,9 @@ class LockstepEngines:
     """The engines that share experts with this one, while it has no request.
 
     Args:
-        engine: this one.
-        lockstep: its.
-        socket: on which its messages come.
+        engine: the engine of this process.
+        lockstep: the lockstep of this engine, in which the others wait for it.
+        socket: the socket on which the engine's messages come.
     """
 
     def __init__(self, engine: LLMEngine, lockstep: Lockstep, socket: Any) -> None:

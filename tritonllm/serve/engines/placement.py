@@ -63,10 +63,10 @@ class Placement:
         """Choose a replica for a request, which is not in flight.
 
         Args:
-            prompt: its tokens.
-            most: output tokens that it may have.
+            prompt: the token ids of the prompt.
+            most: how many output tokens the request may have.
             salt: prompts with different ones share nothing.
-            n: sequences.
+            n: how many sequences the request has.
 
         Raises:
             ValueError: every replica is lost.
@@ -95,7 +95,7 @@ class Placement:
             entry.generated += tokens
 
     def end(self, request_id: str) -> None:
-        """It is not in flight any more."""
+        """Note that a request is not in flight any more."""
         entry = self._requests.pop(request_id, None)
         if entry is not None:
             self._loads[entry.replica] -= entry.prompt + entry.output

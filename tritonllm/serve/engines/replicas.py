@@ -90,7 +90,7 @@ class SharedExperts:
     """Where engines meet that share a model's experts; lives as long as they do.
 
     Args:
-        config: of all of them.
+        config: the configuration of all of the engines.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -98,7 +98,7 @@ class SharedExperts:
         self._board = Board(config.parallel.data_parallel_size)
 
     def place(self, number: int) -> ExpertPlace:
-        """Of one of them."""
+        """The place of one of the engines."""
         return ExpertPlace(number, self._port, self._board)
 
 
@@ -159,15 +159,15 @@ class Replicas:
     """A link to several ready engines, which it owns.
 
     Args:
-        links: to each.
-        block_size: tokens in a block of their caches.
-        restarts: start those anew that die; ``None``: nobody does.
+        links: a link to each engine.
+        block_size: how many tokens a block of their caches holds.
+        restarts: starts engines anew that die; ``None``: nobody does.
         shared: the experts that they share, if they do: none can go on without the others.
 
     Attributes:
         failure: why none of them can be used any more; ``None`` while one can, or is started anew.
-        ready: what they have told, as of one engine.
-        stats: of each, the latest.
+        ready: what the engines have told at their start, as of one engine.
+        stats: the latest statistics of each engine.
         restarted: how often each was started anew.
         deaths: which of them have died and why, the first one first.
     """
@@ -199,7 +199,7 @@ class Replicas:
 
     @property
     def pid(self) -> int | None:
-        """Of the first that lives."""
+        """The process id of the first engine that lives; ``None`` if none does."""
         return self._links[min(self._living)].pid if self._living else None
 
     @property

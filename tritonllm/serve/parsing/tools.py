@@ -20,8 +20,8 @@ def call_object(text: PieceSource, index: int, known: Collection[str] | None = N
     """A call as a JSON object, ``{"name": ..., "arguments": {...}}`` or with ``parameters``.
 
     Args:
-        index: of the call.
-        known: names that may be called; ``None``: any.
+        index: the index of the call.
+        known: the names that may be called; ``None``: any.
 
     Returns:
         Whether it is one. What was taken may be more than the object's beginning in any case.

@@ -108,12 +108,12 @@ def run_several(
     """Serve until SIGINT or SIGTERM comes, or a process dies.
 
     Args:
-        client: of the engine, which is ready; it is closed at the end.
-        engine, config: of both.
-        sock: bound; all API processes accept from it. It is closed here.
-        address: of the socket, for the log.
-        max_queue: sequences that may wait, of all of them together.
-        log_level: of messages on stderr; ``None``: none.
+        client: a client of the engine, which is ready; it is closed at the end.
+        engine, config: the configurations of the engine and of the server.
+        sock: a bound socket, from which all API processes accept. It is closed here.
+        address: the address of the socket, for the log.
+        max_queue: how many sequences may wait, of all API processes together.
+        log_level: the level of messages on stderr; ``None``: none.
 
     Returns:
         The exit status: 0 if it was told to stop, 1 if a process died.

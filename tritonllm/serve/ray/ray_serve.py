@@ -86,8 +86,10 @@ def _looks_and_ends(options: ServeOptions, longer: float = 0.0) -> dict[str, Any
 
 
 def import_serve() -> Any:
-    """Raises:
-    ValueError: Ray Serve is not installed, or too old.
+    """Import ``ray.serve``.
+
+    Raises:
+        ValueError: Ray Serve is not installed, or too old.
     """
     import_ray(WISH)
     try:
