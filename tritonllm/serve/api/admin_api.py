@@ -48,10 +48,10 @@ def refuse_pages(request: Request, has_keys: bool) -> None:
 
 
 def add_admin(app: FastAPI, llm: AsyncLLM, has_keys: bool) -> None:
-    """Add the routes with which a client orders the engine about: sleep, wake up, reload, profile.
+    """Add the routes by which a client gives the engine orders: to sleep, to wake up, to reload its weights, and so on.
 
     Args:
-        has_keys: nobody gets here without one.
+        has_keys: whether the server has keys, without which nobody gets here.
     """
 
     @app.post("/sleep")
