@@ -50,7 +50,7 @@ class Engines:
     """Several engines that have started. They end with this object, or with this process.
 
     Args:
-        config: of all of them, with ``data_parallel_size``.
+        config: the configuration of all of the engines, with ``data_parallel_size``.
         link: to engines that were started already; by default they are started here.
 
     Raises:
@@ -89,7 +89,7 @@ class Engines:
 
     @property
     def replica_stats(self) -> list[EngineStats]:
-        """Of each engine."""
+        """The statistics of each engine."""
         return [_stats(one) for one in self._llm.replica_stats]
 
     @property
@@ -196,8 +196,10 @@ class Engines:
             result.add_done_callback(partial(_note, self._ended, request_id))
 
     def _check_alive(self) -> None:
-        """Raises:
-        EngineDeadError: one has died, and so all have been ended; or :meth:`shutdown` has.
+        """Check that all engines live; if one has died, the others are ended.
+
+        Raises:
+            EngineDeadError: one has died, and so all have been ended; or :meth:`shutdown` has.
         """
         if self._failure is None and self._llm.replica_deaths:
             self._failure = f"{self._llm.replica_deaths[0]}; the others were ended with it: make a new LLM"
@@ -248,7 +250,7 @@ class _Talk:
     """The thread that talks to the engines, until :meth:`end`.
 
     Args:
-        llm: whose event loop this is; it is shut down in the end.
+        llm: the client, which works in this event loop; it is shut down in the end.
     """
 
     def __init__(self, llm: AsyncLLM) -> None:
