@@ -61,7 +61,7 @@ class ModelConfig:
         load_format: ``safetensors`` files, ``pt`` (``pytorch_model*.bin``), ``auto`` for the first of them that is
             there; ``dummy`` fills the weights from ``seed`` instead of reading them.
         allow_nan: load weights that are NaN or infinite, which are an error otherwise.
-        seed: of dummy weights and of requests that bring none.
+        seed: the seed of dummy weights, and of requests that bring none.
         generation_config: where the defaults of sampling come from: ``auto`` is the model's ``generation_config.json``,
             ``vllm`` are those of :class:`SamplingParams`, anything else a folder with such a file.
         runner: ``generate`` refuses pooling requests, ``pooling`` those that generate; ``auto`` takes both, as far as
@@ -182,7 +182,8 @@ class CompilationConfig:
         mode: 3 compiles all layers as one graph before the first request; 0 compiles nothing. ``None`` compiles a model
             that runs through transformers on a GPU, if torch can: its layers are hundreds of small operations. vLLM has
             two more modes.
-        backend: of ``torch.compile``. All but ``inductor`` compute as without a compiler: they are there for tests.
+        backend: the backend of ``torch.compile``. All but ``inductor`` compute as without a compiler: they are there
+            for tests.
     """
 
     mode: int | None = None

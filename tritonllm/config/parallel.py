@@ -20,7 +20,7 @@ class ParallelConfig:
             ``data_parallel_size`` and one rank for each engine, the engines share the experts.
         expert_placement: a file of ``tritonllm rebalance-experts``: which rank has which experts, with
             ``enable_expert_parallel``. ``None``: in their order, one of each.
-        decode_context_parallel_size: of the ranks that share a key head, so many have the keys of different tokens in
+        decode_context_parallel_size: how many of the ranks that share a key head hold the keys of different tokens, in
             the place of copies (docs/distributed.md). 1: each has all of them.
         data_parallel_size: engines with the whole model each, on GPUs of their own, among which requests are dealt out
             (:class:`~tritonllm.LLM`, :class:`~tritonllm.AsyncLLM` and ``tritonllm serve``).
@@ -105,8 +105,10 @@ class ParallelConfig:
         return self.distributed_executor_backend not in ("external_launcher", "ray")
 
     def check_block(self, block_size: int) -> None:
-        """Raises:
-        ValueError: a block has too many tokens, over all ranks that have some of its keys.
+        """Check that a block has not too many tokens for the kernels.
+
+        Raises:
+            ValueError: a block has too many tokens, over all ranks that have some of its keys.
         """
         size = self.decode_context_parallel_size
         if size * block_size > MOST_BLOCK_TOKENS:
@@ -116,8 +118,10 @@ class ParallelConfig:
             )
 
     def check_device(self, device: str) -> None:
-        """Raises:
-        ValueError: it is one device, and there are several ranks or engines.
+        """Check that the device leaves room for as many ranks and engines as there are.
+
+        Raises:
+            ValueError: it is one device, and there are several ranks or engines.
         """
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
             if getattr(self, name) > 1 and device not in ("auto", "cpu", "cuda"):

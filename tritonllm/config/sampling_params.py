@@ -243,7 +243,7 @@ class SamplingParams(VllmSampling):
         min_p: drop tokens less likely than this times the most likely one, in [0, 1].
         seed: makes the request's samples reproducible, whatever else runs beside it.
         presence_penalty: subtracted from the logit of every token generated so far, in [-2, 2].
-        frequency_penalty: the same, times how often it was generated, in [-2, 2].
+        frequency_penalty: subtracted from the logit of a token for each time that it was generated, in [-2, 2].
         repetition_penalty: divides positive and multiplies negative logits of tokens seen in prompt or output, > 0.
         max_tokens: most tokens to generate; ``None``: until the model's length is reached.
         min_tokens: no end of sequence or stop token before this many tokens.
@@ -256,7 +256,8 @@ class SamplingParams(VllmSampling):
         ignore_eos: go on after the end-of-sequence token.
         logprobs: how many of the most likely tokens to report at each position (the chosen one is always reported);
             -1: all of the vocabulary.
-        prompt_logprobs: the same for each prompt token after the first.
+        prompt_logprobs: how many of the most likely tokens to report for each prompt token after the first, as
+            ``logprobs``.
         logit_bias: added to the logits of these token ids; at most 1,024.
         allowed_token_ids: if given, only these can be generated; at most as many as the vocabulary has.
         bad_words: token sequences whose last token may not complete them; at most 1,024 strings, of at most 1,024
@@ -274,7 +275,7 @@ class SamplingParams(VllmSampling):
             before them, called one after the other at each token. The request is then not planned ahead; the ``n``
             continuations share the functions.
         structured_outputs: what the output must look like.
-        guided_decoding: the same, under vLLM's older name.
+        guided_decoding: ``structured_outputs`` under vLLM's older name.
         extra_args: for batch processors (:class:`tritonllm.engine.step.processors.BatchLogitsProcessor`);
             ``kv_transfer_params`` in it is for the connector that shares the cache (docs/kv-transfer.md).
 

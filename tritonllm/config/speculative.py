@@ -27,12 +27,12 @@ class SpeculativeConfig:
             ``draft_model`` asks a second, smaller model of the same vocabulary, ``eagle`` a head that was trained to go
             on from this model's hidden states, ``eagle3`` one that goes on from the states between its layers;
             ``"module:name"`` makes a drafter of your own (:class:`tritonllm.engine.drafts.drafters.Drafter`).
-        model: of ``draft_model``, ``eagle`` and ``eagle3``: a folder in Hugging Face format, or a hub id.
+        model: a folder in Hugging Face format, or a hub id; for ``draft_model``, ``eagle`` and ``eagle3``.
         revision: branch, tag or commit of that hub id.
         num_speculative_tokens: guesses of a sequence in a step, at most 31.
-        speculative_token_tree: of ``draft_model``, ``eagle`` and ``eagle3``: the guesses are a tree, several for one
-            place. A list of paths of child numbers, or such a list as a string: ``"[(0,), (1,), (0, 0)]"``. Without it
-            each guess follows the one before.
+        speculative_token_tree: the tree that the guesses form, several for one place; for ``draft_model``, ``eagle``
+            and ``eagle3``. A list of paths of child numbers, or such a list as a string: ``"[(0,), (1,), (0, 0)]"``.
+            Without it each guess follows the one before.
         prompt_lookup_min, prompt_lookup_max: tokens that must have occurred, and that are compared, at most 32. Without
             either 2 and 5; one alone counts for both.
         suffix_decoding_max_tree_depth: tokens that ``suffix`` compares, at most 32.
