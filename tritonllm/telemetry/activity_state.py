@@ -59,7 +59,7 @@ class _Request:
 
     @property
     def state(self) -> RequestState:
-        """Of the sequence that is most active."""
+        """The state of the request's most active sequence."""
         if self.ended_at >= 0:
             return "ended"
         states = {sequence.state for sequence in self.sequences.values()}

@@ -29,8 +29,10 @@ def microseconds(ticks: int) -> str:
 
 
 class Clock:
-    """Args:
-    start: when the trace begins, in seconds of ``time.monotonic()``.
+    """The clock of a trace.
+
+    Args:
+        start: when the trace begins, in seconds of ``time.monotonic()``.
     """
 
     def __init__(self, start: float) -> None:
@@ -46,10 +48,12 @@ class Clock:
 
 
 class TraceFile:
-    """Args:
-    path: is overwritten; with ``.gz`` at its end the file is compressed.
-    most: events after which it is ``full``; whoever writes should end then.
-    fresh: the file must not be there already.
+    """The file of a trace, in Chrome's JSON format, written event by event.
+
+    Args:
+        path: is overwritten; with ``.gz`` at its end the file is compressed.
+        most: how many events make the file ``full``; whoever writes should end then.
+        fresh: the file must not be there already.
 
     Raises:
         OSError: it cannot be written; of the other methods as well.

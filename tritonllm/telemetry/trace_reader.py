@@ -14,8 +14,10 @@ BLOCK = 1 << 20
 
 
 class Slice(NamedTuple):
-    """Attributes:
-    begin, end: microseconds from the beginning of the trace.
+    """A slice of a track.
+
+    Attributes:
+        begin, end: microseconds from the beginning of the trace.
     """
 
     name: str
@@ -63,9 +65,11 @@ class TraceData:
 
 
 def read_trace(path: str | Path) -> TraceData:
-    """Raises:
-    OSError: the file cannot be read.
-    ValueError: it is no trace of this package.
+    """Read the file of a trace.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is no trace of this package.
     """
     data, owners = TraceData(), dict[int, str]()
     for event in _events(Path(path), data):

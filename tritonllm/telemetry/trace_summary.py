@@ -146,7 +146,7 @@ def _batches(steps: Sequence[Slice]) -> list[dict[str, Any]]:
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same time as spans that do not overlap, in their order."""
+    """Merge spans of time that overlap: the same time as spans that do not, in their order."""
     found: list[tuple[float, float]] = []
     for begin, end in sorted(spans):
         if found and begin <= found[-1][1]:
