@@ -114,7 +114,8 @@ class Linear(nn.Module):
 
         Args:
             x, norm, squares: a :class:`~tritonllm.layers.norm.BlockInput`. With ``squares`` there is no ``residual``.
-            activation: of the result; ``gated``: of its first half, which then multiplies the second.
+            activation: the function that is applied to the result; with ``gated`` to its first half, which then
+                multiplies the second.
             residual: ``[T, out]``, to which ``scale`` times the result is added in place.
 
         Returns:

@@ -21,7 +21,7 @@ class MLPSpec:
         intermediate_size: columns between the two products.
         activation: one of ``ACTIVATIONS``; of ``GATED_ACTIVATIONS`` with a gate.
         gated: the activation multiplies a second projection of the input.
-        bias: of all projections.
+        bias: whether all projections have a bias.
     """
 
     intermediate_size: int
