@@ -25,7 +25,7 @@ class ModelSpec:
     """A decoder-only transformer, or an encoder: the same with attention to both sides.
 
     Attributes:
-        architecture: its name in ``config.json``.
+        architecture: the architecture's name in ``config.json``.
         max_position_embeddings: most tokens of a sequence, position scaling included.
         layers: from the first to the last; the cache's shape is the same in all of them.
         norm: every norm of the residual stream.
@@ -41,18 +41,18 @@ class ModelSpec:
             token of kind t has the id ``t * vocab_size + id``.
         learned_positions: rows of a learned table that is added to the embeddings; 0 for none.
         position_offset: row of position 0 in that table (OPT begins at 2).
-        embedding_size: of the token embeddings, projected to the hidden size and back (OPT-350m); ``None`` if it is
-            the hidden size.
-        embedding_multiplier: of the token embeddings.
-        residual_multiplier: of what a block adds to the stream.
+        embedding_size: the size of the token embeddings, which are projected to the hidden size and back (OPT-350m);
+            ``None`` if it is the hidden size.
+        embedding_multiplier: multiplies the token embeddings.
+        residual_multiplier: multiplies what a block adds to the stream.
         logit_scale: multiplies the logits.
         logit_softcap: then replaces them by ``cap * tanh(logit / cap)``; 0 for none.
-        logit_bias: the output projection has one.
-        tie_word_embeddings: the output projection is the embedding table.
-        logits: there is an output projection.
+        logit_bias: whether the output projection has a bias.
+        tie_word_embeddings: whether the output projection is the embedding table.
+        logits: whether there is an output projection.
         head: what a classifier or a reward model has in its place.
         eos_token_ids: tokens that end a sequence.
-        dtype: of the checkpoint.
+        dtype: the dtype of the checkpoint.
     """
 
     architecture: str

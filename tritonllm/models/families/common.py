@@ -16,10 +16,10 @@ from tritonllm.models.weight_names import WeightNames
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One architecture.
+    """How an architecture's configuration and weights are read.
 
     Attributes:
-        model_type: its name in configurations that give no ``architectures``.
+        model_type: the architecture's name in configurations that give no ``architectures``.
         axes: from the configuration, the fields of :class:`ModelSpec` that this architecture decides: ``norm`` and
             ``layers`` at least.
         names: what checkpoints call the weights; may depend on the spec.
