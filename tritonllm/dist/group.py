@@ -72,7 +72,7 @@ class Group:
         """Memory for rows of logits that all ranks read; all ranks call it.
 
         Args:
-            columns: of each rank, a multiple of 128.
+            columns: the columns of each rank, a multiple of 128.
 
         Returns:
             This rank's; ``None``, on all of them, where they cannot read each other's memory. Of ranks that are not
@@ -128,7 +128,7 @@ class ConnectedGroup(Group):
 
     Args:
         backend: a process group of torch.distributed.
-        device: of the tensors that will come.
+        device: the device of the tensors that will come.
     """
 
     def __init__(self, backend: Any, device: torch.device) -> None:

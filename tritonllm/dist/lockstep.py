@@ -73,9 +73,9 @@ class ExpertPlace(NamedTuple):
     """Where an engine is among those that share experts; can be an argument of a process that is spawned.
 
     Attributes:
-        rank: which of them it is.
-        port: of the store on this machine at which they meet.
-        board: of their steps.
+        rank: the number of the engine among them.
+        port: the port of the store on this machine at which they meet.
+        board: the board on which they note their steps.
     """
 
     rank: int
@@ -84,12 +84,12 @@ class ExpertPlace(NamedTuple):
 
 
 class Lockstep:
-    """One engine among them.
+    """One engine among those that take their steps together.
 
     Args:
-        board: of all.
-        rank: which this is.
-        patience: seconds that it waits for another.
+        board: the board of all engines.
+        rank: the number of this engine.
+        patience: how long it waits for another, in seconds.
         spin: seconds of waiting in which it does not sleep, which would cost each step 50 us. It takes a core.
 
     Attributes:
