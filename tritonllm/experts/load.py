@@ -13,7 +13,7 @@ class ExpertLoad:
     """Pairs (token, expert) that were computed, padding left out.
 
     Attributes:
-        architecture: of the model, as its ``config.json`` names it.
+        architecture: the architecture of the model, as its ``config.json`` names it.
         layers: number of a layer that has experts -> how many pairs each of its experts got, from expert 0 on.
     """
 
