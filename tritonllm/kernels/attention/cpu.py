@@ -46,7 +46,7 @@ class Decodes:
 
     Args:
         block_tables, seq_lens: see ``paged_decode_attention``.
-        block_size: of the cache.
+        block_size: how many tokens a block of the cache holds.
     """
 
     def __init__(self, block_tables: torch.Tensor, seq_lens: torch.Tensor, block_size: int) -> None:

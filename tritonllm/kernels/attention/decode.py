@@ -287,7 +287,7 @@ def paged_decode_attention(
         alibi_slopes: ``[H]``; ``slope * (key position - query position)`` is added to the logits, after the softcap
             (Press et al., "Train Short, Test Long", 2022).
         k_scale: what the cache's keys must be multiplied by: a number, or ``[K]`` float32.
-        v_scale: the same for values.
+        v_scale: what the cache's values must be multiplied by: a number, or ``[K]`` float32.
         out: ``[B, H, D]`` to write into, with the dtype of ``q``; by default a new tensor.
         return_lse: also return the logarithm of the softmax's denominator.
         workspace: ``[WORKSPACE_SIZE]`` int32, zeros, and zeros again afterwards, so that all launches on one stream may

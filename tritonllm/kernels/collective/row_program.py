@@ -12,8 +12,8 @@ class RowProgram(NamedTuple):
     """What the row and the number of ranks decide.
 
     Attributes:
-        columns: of the row, at least 1.
-        size: number of ranks.
+        columns: how many columns the row has, at least 1.
+        size: the number of ranks.
     """
 
     columns: int

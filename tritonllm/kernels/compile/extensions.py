@@ -119,7 +119,7 @@ def launcher_extensions(source: Any, metadata: Any) -> list[Extension]:
 
     Args:
         source: function, signature and constants, as Triton's compiler takes them.
-        metadata: of the compiled kernel.
+        metadata: the metadata of the compiled kernel.
     """
     if TRITON >= (3, 7):
         return []

@@ -138,9 +138,9 @@ def default_config(m: int, n: int, k: int, itemsize: int, arch: str, gated: str)
 
 
 def _on_hopper(m: int, n: int) -> tuning.Config:
-    """Of up to 9 tiles for each ``m`` those that were best on an H100 for the weights of Llama-3.1-8B and Qwen3-0.6B,
-    over the numbers of rows that captured steps have. Llama's take 0.94 to 1.03 times what cuBLAS takes for 80 to 128
-    rows, and 1.04 to 1.10 times for 256."""
+    """The launch configuration for ``m`` rows on Hopper: of up to 9 tiles for each ``m`` the one that was best on an
+    H100 for the weights of Llama-3.1-8B and Qwen3-0.6B, over the numbers of rows that captured steps have. Llama's take
+    0.94 to 1.03 times what cuBLAS takes for 80 to 128 rows, and 1.04 to 1.10 times for 256."""
     few, many = n < 4096, n > 16384
     if m <= 16:
         return _tile(16, 32, 256, 4, 4) if few else _tile(16, 16, 256, 4, 6) if n == 4096 else _tile(16, 64, 256, 4, 3)

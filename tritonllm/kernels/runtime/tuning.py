@@ -155,9 +155,9 @@ class Choice(NamedTuple):
     """The launch configuration that an operation asked for.
 
     Attributes:
-        op: the table's name.
-        key: of the problem.
-        config: what it got.
+        op: the name of the operation's table.
+        key: the key of the problem.
+        config: the launch configuration that it got.
         reason: why: an entry of a table, or the default.
     """
 

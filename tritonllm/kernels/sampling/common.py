@@ -142,7 +142,8 @@ def load_scan(max_ptr, sum_ptr, row, n_groups, NG: tl.constexpr):
 
 @triton.jit
 def load_scans(max_ptr, sum_ptr, steps_ptr, row, n_groups, NG: tl.constexpr, EACH: tl.constexpr):
-    """The same of a row that lies on several ranks, with ``EACH`` groups of each: see :func:`tokens_at`."""
+    """The largest logit and the sum of each group of a row that lies on several ranks, with ``EACH`` groups on each:
+    see :func:`tokens_at`."""
     b_group = tl.arange(0, NG)
     m_group = b_group < n_groups
     p_max = tokens_at(max_ptr + row * EACH, steps_ptr, b_group, m_group, EACH)

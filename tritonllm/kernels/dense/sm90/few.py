@@ -86,7 +86,7 @@ def _in_order(b):
 
 @gluon.jit
 def _sixteen(b):
-    """Of 8 rows 16, the last 8 of them 0: the instruction has no fewer."""
+    """Make 16 rows of 8, the last 8 of them 0: the instruction has no fewer."""
     WARPS: gl.constexpr = b.shape[0]
     ROWS: gl.constexpr = b.shape[1]
     STEP: gl.constexpr = b.shape[2]

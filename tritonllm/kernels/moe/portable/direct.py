@@ -33,7 +33,7 @@ class Routing(NamedTuple):
         bias: ``[E]`` or None.
         scale: multiplies the weights.
         top_k: experts a token.
-        constants: of :func:`tritonllm.kernels.moe.route.routing_constants`.
+        constants: the constants that :func:`tritonllm.kernels.moe.route.routing_constants` gives.
     """
 
     logits: torch.Tensor
