@@ -14,9 +14,11 @@ class Status(NamedTuple):
 
 
 class SnapshotSource(Protocol):
-    """Attributes:
-    title: what is looked at.
-    gate: lets the engine's steps through, if this process has it in its hands.
+    """What a dashboard looks at: an engine in this process, or a server.
+
+    Attributes:
+        title: a name of what is looked at.
+        gate: lets the engine's steps through, if this process has it in its hands.
     """
 
     title: str

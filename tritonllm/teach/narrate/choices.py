@@ -12,13 +12,13 @@ SHOWN = 4  # requests of a kind that get a sentence of their own in a step
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """Of the engine: what a step may hold, and what its cache is like.
+    """The limits of the engine: what a step may hold, and what its cache is like.
 
     Attributes:
-        seats: most requests running.
-        block_size, num_blocks: of the cache.
-        caches: there is a prefix cache.
-        host: there is memory of the host's for blocks.
+        seats: how many requests may run at once.
+        block_size, num_blocks: how many tokens a block of the cache holds, and how many blocks there are.
+        caches: whether there is a prefix cache.
+        host: whether there is memory of the host's for blocks.
     """
 
     seats: int

@@ -51,9 +51,9 @@ def block_tables(
     """The tables of the first sequences of a step.
 
     Args:
-        size: tokens of a block.
-        name: of a sequence, by its id.
-        verified: of sequences with guesses, the tokens that stay when these were checked.
+        size: how many tokens a block holds.
+        name: returns the name of a sequence, by its id.
+        verified: for sequences with guesses, the number of tokens that stay when these were checked.
     """
     owners, rows = _owners(step), []
     parts = [part for part in step.parts if part.block_ids]  # a sibling may have nothing of its own yet

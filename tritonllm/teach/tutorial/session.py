@@ -28,10 +28,12 @@ class Quit(Exception):
 
 
 class Session:
-    """Args:
-    screen: the terminal.
-    progress: the file that remembers.
-    folder: where exercises are written.
+    """Leads a learner through lessons.
+
+    Args:
+        screen: the terminal.
+        progress: the file that remembers how far the learner is.
+        folder: the folder that exercises are written to.
     """
 
     def __init__(self, screen: Screen, progress: ProgressFile, folder: Path) -> None:
@@ -160,8 +162,10 @@ class Session:
         self._typed(prompt)
 
     def _typed(self, prompt: str) -> str:
-        """Raises:
-        Quit: it was ``q``, or nothing more will come.
+        """The line that the learner types.
+
+        Raises:
+            Quit: it was ``q``, or nothing more will come.
         """
         try:
             typed = self._screen.ask(prompt).strip()
