@@ -32,8 +32,10 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 
 
 def check() -> None:
-    """Raises:
-    ValueError: a package or a terminal is missing.
+    """Check that the dashboard can be shown.
+
+    Raises:
+        ValueError: a package or a terminal is missing.
     """
     if find_spec("textual") is None:
         raise ValueError(MISSING)
@@ -73,8 +75,10 @@ def add_options(group: Any) -> None:
 
 
 def make_viewer(args: argparse.Namespace) -> Viewer | None:
-    """Raises:
-    ValueError: a bad value, or a package or a terminal is missing.
+    """The viewer of ``--dashboard``; ``None`` without that option.
+
+    Raises:
+        ValueError: a bad value, or a package or a terminal is missing.
     """
     speed = args.dashboard_speed
     if not args.dashboard:
