@@ -36,8 +36,10 @@ BUFFER = 1 << 16  # bytes of an answer that wait for a slow client, twice that a
 
 
 class Router:
-    """Args:
-    config: at the start; :meth:`apply` takes another one.
+    """The router's application: sends clients' requests to backends.
+
+    Args:
+        config: the configuration at the start; :meth:`apply` takes another one.
     """
 
     def __init__(self, config: RouterConfig) -> None:

@@ -23,10 +23,12 @@ class Settings(Protocol):
 
 
 class Breaker:
-    """Args:
-    settings: threshold and backoff; may be replaced at any time.
-    clock: seconds that never go back.
-    chance: a random number from 0 to 1.
+    """A circuit breaker: keeps requests from a backend that has failed several in a row.
+
+    Args:
+        settings: threshold and backoff; may be replaced at any time.
+        clock: seconds that never go back.
+        chance: a random number from 0 to 1.
     """
 
     def __init__(self, settings: Settings, clock: Callable[[], float], chance: Callable[[], float]) -> None:

@@ -11,9 +11,11 @@ CLOSED = "the connection ended before the answer"
 
 
 class Cause(NamedTuple):
-    """Attributes:
-    logged: for the operator; may name the backend's address.
-    told: for the client; names none.
+    """Why a backend did not answer.
+
+    Attributes:
+        logged: for the operator; may name the backend's address.
+        told: for the client; names none.
     """
 
     logged: str

@@ -42,10 +42,12 @@ class Streak:
 
 
 class Prober:
-    """Args:
-    pool: whose backends are asked.
-    session: to ask with.
-    on_down: called with a backend that has just been found dead.
+    """Probes backends, and notes which are healthy.
+
+    Args:
+        pool: the pool whose backends are probed.
+        session: the session to ask with.
+        on_down: called with a backend that has just been found dead.
     """
 
     def __init__(self, pool: Pool, session: aiohttp.ClientSession, on_down: Callable[[Backend], None]) -> None:

@@ -15,11 +15,13 @@ ABSENT_LOOKS = 2  # in a row without a file until it is gone, and not only being
 
 
 class ConfigFile:
-    """Args:
-    path: of a TOML file.
-    overrides: options that win over those of the file, each time.
-    apply: takes a new configuration.
-    tell: learns of each attempt: "done" or "refused".
+    """A configuration file, which is read again when it is to take effect anew.
+
+    Args:
+        path: the path of a TOML file.
+        overrides: options that win over those of the file, each time.
+        apply: takes a new configuration.
+        tell: learns of each attempt: "done" or "refused".
     """
 
     def __init__(

@@ -73,10 +73,10 @@ class Waiting:
     """A request that waits for its answer's first byte.
 
     Args:
-        timeout: ends the wait.
-        model: that it names.
+        timeout: the timeout that ends the wait.
+        model: the name of the model that the request names; ``None`` if it names none.
         may_move: whether another backend may be asked.
-        moved: it was ended because the backend was found dead.
+        moved: whether the wait was ended because the backend was found dead.
     """
 
     timeout: asyncio.Timeout
@@ -97,9 +97,11 @@ class Opened:
 
 
 class Upstream:
-    """Args:
-    session: to ask with.
-    metrics: learns of each answer and failure.
+    """Sends requests to backends, and follows those that wait.
+
+    Args:
+        session: the session to ask with.
+        metrics: learns of each answer and failure.
     """
 
     def __init__(self, session: aiohttp.ClientSession, metrics: RouterMetrics) -> None:
