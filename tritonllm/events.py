@@ -223,8 +223,8 @@ class RequestFinished:
 
 @dataclass(frozen=True, slots=True)
 class EngineReset:
-    """Nothing is left in the cache: a step was broken off, which ends all requests, or the prefix cache was reset while
-    there were none."""
+    """The cache was emptied: a step was broken off, which ends all requests, or the prefix cache was reset while there
+    were none."""
 
     time: float
     reason: str
@@ -264,7 +264,7 @@ class Present:
 
 
 class Events:
-    """Whoever listens to one engine.
+    """The sinks that listen to one engine.
 
     Attributes:
         heard: whether anybody does. An engine asks several times a step, so it is no method.

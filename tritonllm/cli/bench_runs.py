@@ -98,7 +98,7 @@ class Bench:
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """By linear interpolation, as numpy does it."""
+    """Percentiles of some values, with linear interpolation, as numpy computes them."""
     ordered, found = sorted(values), {}
     for percent in PERCENTILES:
         at = (len(ordered) - 1) * percent / 100

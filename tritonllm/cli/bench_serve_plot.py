@@ -11,7 +11,7 @@ SLICES = 60  # of time, in each of which tokens are counted
 
 
 def check_drawing(path: Path) -> None:
-    """Before anything is measured.
+    """Check that the results can be drawn; called before anything is measured.
 
     Raises:
         ImportError: there is no matplotlib.

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
 
 
 def add_options(group: Any) -> None:
-    """To ``tritonllm generate``."""
+    """Add the options of the dashboard to ``tritonllm generate``."""
     group.add_argument(
         "--dashboard", action="store_true", help="show requests, tokens/s, the KV pool and steps on one screen"
     )

@@ -199,7 +199,8 @@ class CompilationConfig:
 
     @classmethod
     def of(cls, value: object) -> "CompilationConfig":
-        """From what vLLM takes: a mode, or a dictionary of fields in which ``level`` is the mode's older name.
+        """Make the configuration from what vLLM takes: a mode, or a dictionary of fields in which ``level`` is the
+        mode's older name.
 
         Raises:
             ValueError: anything else.

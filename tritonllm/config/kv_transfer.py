@@ -93,7 +93,7 @@ class KVTransferConfig:
 
     @classmethod
     def of(cls, value: object) -> "KVTransferConfig":
-        """From vLLM's dictionary, or its JSON as a command line gives it.
+        """Make the configuration from vLLM's dictionary, or its JSON as a command line gives it.
 
         Raises:
             ValueError: anything else.

@@ -131,7 +131,8 @@ class PoolerConfig:
 
     @classmethod
     def of(cls, value: object) -> "PoolerConfig":
-        """From what vLLM takes: a configuration, a dictionary of its fields, or their JSON as a command line gives it.
+        """Make the configuration from what vLLM takes: a configuration, a dictionary of its fields, or their JSON as a
+        command line gives it.
 
         Raises:
             ValueError: anything else.

@@ -135,7 +135,8 @@ class SpeculativeConfig:
 
     @classmethod
     def of(cls, value: object) -> "SpeculativeConfig":
-        """From vLLM's dictionary, or in short ``"ngram:4"``: a method and ``num_speculative_tokens``.
+        """Make the configuration from vLLM's dictionary, or in short ``"ngram:4"``: a method and
+        ``num_speculative_tokens``.
 
         Raises:
             ValueError: anything else.

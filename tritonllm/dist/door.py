@@ -92,10 +92,10 @@ class Sealed:
 
 
 def _read(connection: socket.socket, size: int, seconds: float | None = None) -> bytes:
-    """So many bytes; fewer only at the end, and then none.
+    """Read so many bytes from a connection; empty if the other side has ended it before the first.
 
     Args:
-        seconds: in which all of them must have come.
+        seconds: how long all of them may take to come; ``None`` for no limit.
 
     Raises:
         ConnectionError: the end came in their middle.
@@ -178,7 +178,7 @@ class Door:
         self._on_end = None
 
     def wait_for_ends(self, seconds: float) -> None:
-        """Until all ranks that have come in have ended, or left; so long at most."""
+        """Wait until all ranks that have come in have ended, or left, but no longer than this."""
         with self._changed:
             self._changed.wait_for(lambda: not self._watched, seconds)
 

@@ -156,7 +156,7 @@ class Lockstep:
         return [self._numbers[start : start + len(words)].tolist() for start in starts]
 
     def leave(self) -> None:
-        """There will be no more steps of this engine, which is between two."""
+        """Tell the others that this engine, which is between two steps, takes no more of them."""
         self._numbers[EACH * self._rank + LEFT] = 1
 
     def beat(self, seconds: float) -> dict[int, float]:

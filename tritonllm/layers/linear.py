@@ -164,7 +164,7 @@ class Linear(nn.Module):
     def _on_cpu(
         self, x: torch.Tensor, activation: str | None, gated: bool, residual: torch.Tensor | None, scale: float
     ) -> torch.Tensor:
-        """There the reference of `linear` would convert a 16-bit weight each time."""
+        """The product on the CPU. The reference of `linear` would convert a 16-bit weight each time."""
         return _activated(product(x, self.operand, self.bias), activation, gated, residual, scale)
 
     def pack(self) -> None:

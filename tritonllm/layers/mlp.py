@@ -37,7 +37,8 @@ class MLPSpec:
 
 
 class MLP(nn.Module):
-    """With a gate, gate and up are one projection, gate first: one product reads the input once."""
+    """A feed-forward block. With a gate, gate and up are one projection, gate first: one product reads the input
+    once."""
 
     def __init__(self, hidden_size: int, spec: MLPSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()

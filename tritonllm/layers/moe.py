@@ -74,7 +74,7 @@ class MoESpec:
 
     @property
     def num_slots(self) -> int:
-        """On all ranks together; without copies one for each expert."""
+        """How many slots all ranks have together; without copies one for each expert."""
         return self.num_experts if self.slots is None else len(self.slots)
 
     def __post_init__(self) -> None:
@@ -178,7 +178,7 @@ class MoE(nn.Module):
         self._add_shared(stream, x.rows, scale)
 
     def add_and_normalize(self, stream: torch.Tensor, x: Routed, norm: Norm, scale: float) -> BlockInput:
-        """Without a shared MLP."""
+        """Add the experts' sum to the stream, and normalise the result; for blocks without a shared MLP."""
         return BlockInput(self._sum(x, stream, scale, norm)[1])
 
     def _sum(

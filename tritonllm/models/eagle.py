@@ -127,7 +127,7 @@ class EagleHead(Decoder):
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """There is one layer, which runs either way."""
+        """A context for warm-up. It does nothing: there is one layer, which runs either way."""
         yield
 
     def own_slots(self) -> dict[str, Slot]:

@@ -272,7 +272,7 @@ class _Talk:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def end(self) -> None:
-        """From any thread: a garbage collection may come in this one, too."""
+        """End the thread. For any thread: a garbage collection may call it in this one, too."""
         self._loop.call_soon_threadsafe(self._over.set)
         if threading.current_thread() is not self._thread:
             self._thread.join()

@@ -65,7 +65,7 @@ class Router:
         self._prober.follow()
 
     def _new_socket(self, address: aiohttp.AddrInfoType) -> socket.socket:
-        """For a connection to a backend."""
+        """Make a socket for a connection to a backend."""
         family, kind, protocol, _, _ = address
         made = socket.socket(family, kind, protocol)
         end_when_silent(made, self.config.host_timeout)

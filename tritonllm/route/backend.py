@@ -79,7 +79,7 @@ class Backend:
 
     @property
     def seconds_away(self) -> float:
-        """Until it may be usable again, as far as that is known."""
+        """The seconds until the backend may be usable again, as far as that is known."""
         return max(self.seconds_paused, self.breaker.seconds_left)
 
     def pause(self, seconds: float) -> None:

@@ -52,7 +52,7 @@ class Breaker:
 
     @property
     def seconds_left(self) -> float:
-        """Until a request may be tried; 0 if one may now."""
+        """The seconds until a request may be tried; 0 if one may now."""
         return 0.0 if self._until is None else max(0.0, self._until - self._clock())
 
     def allows(self) -> bool:

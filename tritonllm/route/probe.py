@@ -59,7 +59,7 @@ class Prober:
         await asyncio.gather(*(self._ask(backend, Streak()) for backend in backends))
 
     def follow(self) -> None:
-        """From now on, ask the backends of the pool, and no others."""
+        """Ask the backends of the pool from now on, and no others."""
         now = list(self._pool.backends.values())
         for backend in [backend for backend in self._tasks if backend not in now]:
             self._tasks.pop(backend).cancel()

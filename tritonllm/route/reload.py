@@ -41,7 +41,7 @@ class ConfigFile:
         self._asked.set()
 
     async def watch(self) -> None:
-        """Until it is cancelled."""
+        """Watch the file until the task is cancelled."""
         while True:
             try:
                 async with asyncio.timeout(LOOK_SECONDS):

@@ -51,10 +51,10 @@ async def read_rest(response: aiohttp.ClientResponse, first: bytes, most: int) -
 
 @dataclass(eq=False)
 class Failure(Exception):
-    """Nothing has been sent to the client, and another backend may do better.
+    """A backend has failed: nothing has been sent to the client, and another backend may do better.
 
     Args:
-        reason: for the metrics.
+        reason: a word for the metrics.
         error: what the client gets if nobody else is asked.
         answer: what it gets instead, if the backend said something: status, headers, body.
         begun: whether the backend may have begun with the request.

@@ -23,7 +23,7 @@ class PoolMap:
         self._cached: set[int] = set()
 
     def keep(self, blocks: Iterable[int]) -> None:
-        """Nobody uses them now, and they can be found."""
+        """Note blocks that nobody uses and whose contents can be found."""
         self._cached.update(blocks)
 
     def give(self, sequence_id: str, table: Table) -> None:
@@ -34,7 +34,7 @@ class PoolMap:
             self._cached.difference_update(table[len(before) :] if grown else table)
 
     def take_all_but(self, sequence_ids: Iterable[str]) -> None:
-        """Nobody else has blocks any more."""
+        """Take the blocks of all sequences but these."""
         for name in self._tables.keys() - sequence_ids:
             self.take(name)
 

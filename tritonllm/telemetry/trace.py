@@ -122,7 +122,7 @@ class Trace:
 
     @property
     def events(self) -> int:
-        """In the file."""
+        """How many events the file has."""
         return self._file.events
 
     @property

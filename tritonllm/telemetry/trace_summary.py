@@ -219,7 +219,8 @@ def idle(data: TraceData, top: int = TOP) -> dict[str, Any] | None:
 
 
 def kernels(data: TraceData, top: int = TOP) -> dict[str, Any] | None:
-    """By total time, and how busy the GPU was in the steps whose kernels were recorded; ``None`` if none were."""
+    """The kernels by total time, and how busy the GPU was in the steps whose kernels were recorded; ``None`` if none
+    were."""
     every = [one for track in data.kernels.values() for one in track]
     if not every:
         return None

@@ -85,7 +85,7 @@ class Caches:
             self._draft.take_cache([])
 
     def add_tier(self) -> None:
-        """If the configuration asks for one."""
+        """Add the second tier of the cache, if the configuration asks for one."""
         if self.host_slots:
             self.host = HostCopies([copies.pool for copies in self.copies], self.host_slots, self.tier_on_device)
 

@@ -42,7 +42,7 @@ class DevicePages(Protocol):
 
 
 class HostPages:
-    """On the CPU. Memory comes when it is touched, so to map does nothing."""
+    """A range of the CPU's memory. Memory comes when it is touched, so to map does nothing."""
 
     granularity = mmap.PAGESIZE
 
@@ -96,12 +96,13 @@ _PINNED, _DEVICE, _READ_WRITE, _MINIMUM, _OUT_OF_MEMORY = 1, 1, 3, 0, 2
 
 
 class CudaPages:
-    """On a GPU. Memory and addresses are given back when neither this object nor a tensor of it lives.
+    """A range of a GPU's addresses. Memory and addresses are given back when neither this object nor a tensor of it
+    lives.
 
     Args:
         size: bytes of the range; it is rounded up to the granularity.
-        device: with its index; torch must have used it, which makes its context.
-        driver: ``libcuda``.
+        device: the GPU, with its index; torch must have used it, which makes its context.
+        driver: the library ``libcuda``.
 
     Raises:
         RuntimeError: the driver refuses.

@@ -92,7 +92,7 @@ class LayerCopies:
             self._copy(self._left.popleft())
 
     def end(self) -> None:
-        """All of the step is launched."""
+        """Copy what is left; called when all of the step is launched."""
         while self._left:
             self._copy(self._left.popleft())
         self._ended()

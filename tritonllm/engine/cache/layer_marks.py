@@ -16,7 +16,7 @@ class Marks(Protocol):
 
     @property
     def events(self) -> Mapping[int, torch.cuda.Event]:
-        """By the layer behind which they are recorded."""
+        """The recorded events, by the layer behind which they are."""
 
     def note(self, layer: int) -> None:
         """The launches that compute this layer are made, or captured."""

@@ -67,7 +67,7 @@ class Evidence:
 
     @property
     def is_there(self) -> bool:
-        """All of it has arrived."""
+        """Whether all of it has arrived."""
         return self._done is None or self._done.query()
 
     def sums(self) -> Sums:

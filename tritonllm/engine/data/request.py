@@ -170,7 +170,7 @@ class Request:
 
     @property
     def computes_all(self) -> bool:
-        """All of its prompt goes through the model: what the prefix cache has of it is of no use."""
+        """Whether all of its prompt goes through the model: what the prefix cache has of it is of no use."""
         return self.reports_prompt or (self.pooling is not None and not self.pooling.cached)
 
     @property

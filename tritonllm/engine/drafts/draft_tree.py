@@ -127,7 +127,7 @@ class DraftTree:
     def follow(
         self, place: int, at: torch.Tensor, tokens: torch.Tensor, drafts: torch.Tensor, alive: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """From the tokens ``at[R]``, that many places behind the last ones, to the children that are ``tokens[R]``.
+        """Go from the tokens ``at[R]``, that many places behind the last ones, to the children that are ``tokens[R]``.
 
         Returns:
             where each row is, and which of those ``alive[R]`` have such a child.
@@ -156,7 +156,7 @@ class DraftTree:
         return torch.stack([sources, torch.where(moved, slots, -1)], -1)[:, 1 : self.depth + 1].transpose(0, 1)
 
     def no_moves(self) -> torch.Tensor:
-        """One of no tokens, for the warm-up."""
+        """Moves of no tokens, for the warm-up."""
         return torch.full((1, 1, 2), -1, dtype=torch.int64, device=self.path.device)
 
     def _compute(

@@ -215,7 +215,7 @@ class Grammars:
         return found
 
     def _find(self, key: Any) -> "Future[Any] | None":
-        """One that is compiled, or will be."""
+        """The future of a grammar that is compiled, or will be; ``None`` if there is none."""
         while self._compiled:
             done, future = self._compiled.popleft()
             self._kept[done] = future
@@ -227,7 +227,7 @@ class Grammars:
         return found or self._wanted.get(key)
 
     def _pass_on(self, key: Any, wanted: "ref[Future[Any]]", task: "Future[Any]") -> None:
-        """In the thread that has compiled it."""
+        """Hand a compiled grammar, or its error, to those who wait; runs in the thread that has compiled it."""
         error = task.exception()
         if error is not None:
             future = wanted()
@@ -302,7 +302,8 @@ class GrammarControl:
         return masks_of([self])[0]
 
     def forced(self) -> Sequence[int]:
-        """At most :data:`MOST_FORCED`, the one that ends the output perhaps among them."""
+        """The tokens that must come next: at most :data:`MOST_FORCED`, the one that ends the output perhaps among
+        them."""
         if self._failure is not None:
             return ()
         while len(self._ahead) < MOST_FORCED and not self.matcher.is_terminated():

@@ -49,7 +49,7 @@ class Unreadable(ValueError):
 
 
 class TooLarge(Unreadable):
-    """One whose automaton would be too large."""
+    """A pattern whose automaton would be too large."""
 
 
 @dataclass
@@ -84,7 +84,7 @@ class _Places:
         self._rules = rules
 
     def spend(self, places: int) -> None:
-        """Before so many places are looked at."""
+        """Count work before so many places are looked at; too much of it is an error."""
         self._rules.work += places
         if self._rules.work > MOST_WORK:
             raise TooLarge("too many ways in which a text may match it")
@@ -115,7 +115,7 @@ class _Places:
             self.follow[at] |= first
 
     def row(self, parts: list[_Part]) -> _Part:
-        """One behind the other."""
+        """Join parts one behind the other into one part."""
         whole = _Part(parts[0].begin, parts[-1].end) if parts else _Part(len(self.follow), len(self.follow))
         for part in parts:
             self.link(whole.last, part.first)

@@ -154,7 +154,7 @@ class _Writer:
             raise Unwritable(f"{keyword} with {error}") from error
 
     def _text(self, least: int, most: float | None) -> str:
-        """So many characters and a quote."""
+        """A rule for a string of so many characters, and the quote behind it."""
         count = least if most is None else int(most)
         if count > min(MOST_CHARACTERS, MOST_LINKS - self._links):
             return f'{_PLAIN}{{{least},{"" if most is None else count}}} "\\""'

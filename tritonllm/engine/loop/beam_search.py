@@ -206,7 +206,7 @@ class BeamState(RequestState):
     places: list[int] = field(default_factory=list)
 
     def decide(self) -> None:
-        """If all sequences have their next tokens: choose, and let them go on or end."""
+        """Choose the next tokens if all sequences have theirs scored, and let the sequences go on or end."""
         for beam in self.beams:
             if not beam.request.held:
                 return
@@ -242,7 +242,7 @@ class BeamState(RequestState):
     def _completion(
         self, index: int, hypothesis: Hypothesis, known: dict[Hypothesis | None, dict[int, Logprob]]
     ) -> CompletionOutput:
-        """One of those that are found.
+        """The output of one hypothesis that the search has found.
 
         Args:
             known: the log-probabilities of what may follow a hypothesis. Those that are found have most of their tokens
@@ -320,7 +320,7 @@ def beam_state(
 
 
 def beam_search_output(output: RequestOutput, tokenizer: Any, *, keep_end: bool) -> BeamSearchOutput:
-    """In the form of vLLM: a sequence is the prompt and its continuation.
+    """The output of a beam search in vLLM's form: a sequence is the prompt and its continuation.
 
     Args:
         keep_end: the text keeps the end-of-sequence token.

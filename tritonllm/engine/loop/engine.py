@@ -271,7 +271,7 @@ class LLMEngine(SleepMethods, ExpertLoadMethods):
         self._runner.join()
 
     def _recover(self) -> None:
-        """If a change was broken off, end all requests and begin anew. May be broken off itself, and called again."""
+        """End all requests and begin anew if a change was broken off. May be broken off itself, and called again."""
         if self._whole:
             return
         self._unfinished.lose(self._failure)

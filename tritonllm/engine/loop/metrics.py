@@ -103,12 +103,12 @@ def counters(stats: Any) -> Iterator[tuple[str, str, float]]:
 
 
 def metrics_of(stats: Any, model_name: str, engine: int) -> list[Metric]:
-    """All of one engine's.
+    """All metrics of one engine.
 
     Args:
         stats: as of :func:`gauges`.
-        model_name: a label of each.
-        engine: the replica's number, another one.
+        model_name: the name of the model, a label of each metric.
+        engine: the number of the replica, another label.
     """
     labels = {"model_name": model_name, "engine": str(engine)}
     found: list[Metric] = [Gauge(name, labels, value) for name, _, value in gauges(stats)]

@@ -49,7 +49,7 @@ class Unscheduled:
         self._states.clear()
 
     def wait(self, seconds: float = LONGEST_WAIT) -> None:
-        """Until something may have changed, but not for long."""
+        """Wait until something may have changed, but not for long."""
         states = self._states.values()
         futures = [state.grammar for state in states if state.grammar is not None and not state.grammar.done()]
         asked = [state.fetch.future for state in states if state.fetch is not None and state.fetch.future is not None]

@@ -129,7 +129,7 @@ class Others(Protocol):
         """
 
     def send(self, message: bytes | bytearray) -> None:
-        """To all of them. Raises as :meth:`check`."""
+        """Send a message to all other ranks. Raises as :meth:`check`."""
 
     def explain(self, error: BaseException | None) -> None:
         """Raise what broke a step here, if that is another rank's failure."""
@@ -157,14 +157,14 @@ class GroupExecutor:
 
     @property
     def host(self) -> None:
-        """There is none with several ranks."""
+        """Always ``None``: with several ranks there is no tier in the host's memory."""
 
     @property
     def lockstep(self) -> None:
-        """There is none with several ranks."""
+        """Always ``None``: with several ranks there are no engines in lockstep."""
 
     def join(self) -> None:
-        """Nobody waits for this engine."""
+        """Does nothing: no other engine waits for this one."""
 
     def launch(self, plan: StepPlan) -> RunningStep | None:
         """Build the plan's step, send it to the other ranks, and launch it here.
@@ -193,7 +193,8 @@ class GroupExecutor:
             self._whole(self._draw_abandoned)
 
     def _send(self, step: Step | None) -> None:
-        """To the others: the next step, or ``None`` for the draw of the oldest one, where that is not part of it."""
+        """Send the next step to the other ranks, or ``None`` for the draw of the oldest one, where that is not part of
+        it."""
         self._ranks.send(pack(step, self._claims.next()))
 
     def _draw(self, late: Restrictions) -> RunningStep:

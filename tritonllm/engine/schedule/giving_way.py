@@ -25,7 +25,7 @@ def first_behind(running: Sequence[Request], waiting: Request | None) -> int:
 
 
 def most_blocks(running: Sequence[Request], place: int, pool: BlockPool) -> int:
-    """At most so many blocks are free for a request once all from ``place`` on have given way, with one left for each
+    """How many blocks are free at most for a request once all from ``place`` on have given way, with one left for each
     before it. Takes no time in numbers of blocks."""
     return pool.num_free - place + sum(len(request.block_ids) + 1 for request in running[place:])
 

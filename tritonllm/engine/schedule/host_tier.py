@@ -101,9 +101,9 @@ class HostTier:
         return label in self._slot_of
 
     def lend(self, count: int) -> list[int]:
-        """At most so many slots for somebody who writes into them, until :meth:`take_back`; in order, because blocks
-        that are neighbours here and where they come from are copied together. Half of all slots are never lent. Takes
-        time in the number of slots that are lent or that copies touch, not in all."""
+        """Lend at most so many slots to somebody who writes into them, until :meth:`take_back`; in order, because
+        blocks that are neighbours here and where they come from are copied together. Half of all slots are never lent.
+        Takes time in the number of slots that are lent or that copies touch, not in all."""
         if self.done < self._under_way.unknown:
             return []
         touched = self._stores.keys() | self._read | self._under_way.slots()

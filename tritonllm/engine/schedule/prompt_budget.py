@@ -52,7 +52,8 @@ class PromptShare:
 
     @staticmethod
     def _in_chunks(request: Request) -> bool:
-        """Not so a prompt that is pooled, which may have to be computed at once, and the few tokens of a jump."""
+        """Whether the prompt may be computed in chunks. A prompt that is pooled may not, for it may have to be computed
+        at once, nor the few tokens of a jump."""
         if request.pooling is not None:
             return False
         left = request.num_tokens - request.num_computed_tokens

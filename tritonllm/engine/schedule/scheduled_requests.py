@@ -105,7 +105,7 @@ class ScheduledRequests:
         return requests
 
     def end(self, request: Request, status: RequestStatus, stop_reason: int | str | None) -> None:
-        """In whatever state it is; its seat and blocks are free at once."""
+        """End a request in whatever state it is; its seat and blocks are free at once."""
         runs = request.status is RequestStatus.RUNNING
         request.status, request.stop_reason = status, stop_reason
         del self._unfinished[request.request_id]

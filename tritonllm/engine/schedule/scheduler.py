@@ -423,8 +423,8 @@ class Scheduler:
         return None
 
     def _preempt_gangs(self) -> list[Request]:
-        """If the blocks will not last for this step, preempt whole gangs from the back, and single requests between
-        them; the only one that is left is preempted by its members, where it must."""
+        """Preempt whole gangs from the back, and single requests between them, if the blocks will not last for this
+        step; the only gang that is left is preempted by its members, where it must."""
         preempted: list[Request] = []
         if self.pool.num_free >= self._most_new_blocks * len(self._running) or not any(
             request.siblings for request in self._running

@@ -150,7 +150,7 @@ class Drafting:
 
 
 def _has_prompts(scheduled: Sequence[ScheduledRequest]) -> bool:
-    """Some request computes more than its last token and drafts behind it, or has a prompt that is pooled."""
+    """Whether some request computes more than its last token and drafts behind it, or has a prompt that is pooled."""
     return any(
         not item.samples or item.num_tokens - item.drafts > 1 or item.request.pooling is not None for item in scheduled
     )

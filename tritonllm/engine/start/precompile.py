@@ -91,7 +91,7 @@ def _launch_all(spec: ModelSpec, config: EngineConfig, target: Target, draft: Mo
 
 
 def _without_repeats(spec: ModelSpec, target: Target, team: Team, **how: Any) -> Decoder:
-    """One layer of each kind, without memory."""
+    """A model with one layer of each kind, without memory."""
     small = dataclasses.replace(spec, layers=tuple(spec.layers[place] for place in spec.distinct_layers()))
     pipe, count = team.pipe, small.num_layers
     begin = 0 if pipe.first or count == 1 else 1  # the first layer of all, which may differ, is the first stage's

@@ -131,7 +131,8 @@ class Drawing:
             self._sampler.warm_up_drafts(logits, self._seats.drafts[: len(hidden) // (1 + self._seats.drafts.shape[1])])
 
     def warm_up_scores(self, tokens: int) -> None:
-        """To logits, of as many rows as so many prompt tokens have at once in :meth:`prompt_logprobs`."""
+        """Compute logits of as many rows as so many prompt tokens have at once in :meth:`prompt_logprobs`; for
+        warm-up."""
         if self._model.spec.logits:
             rows = min(tokens, PROMPT_LOGPROB_ROWS)
             size = rows, self._model.spec.hidden_size
@@ -248,7 +249,7 @@ class Drawing:
         return self._group.broadcast(verdict.ids[:rows])
 
     def prompt_logprobs(self, step: Step, hidden: torch.Tensor) -> Iterator[tuple[str, int, LogprobTensors]]:
-        """In parts, each computed when it is asked for."""
+        """The log-probabilities of prompt tokens, in parts, each computed when it is asked for."""
         for span in step.prompt_spans:
             rows = hidden[span.row : span.row + len(span.token_ids)]
             (chosen,) = upload([span.token_ids], self._device)

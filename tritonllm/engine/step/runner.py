@@ -115,7 +115,7 @@ class ModelRunner:
 
     @property
     def stages(self) -> int:
-        """So many steps are launched before the first of them is drawn."""
+        """How many stages the pipeline has: so many steps are launched before the first of them is drawn."""
         return self._pipe.stages
 
     @property
@@ -260,7 +260,7 @@ class ModelRunner:
         return self.finish(self._undrawn.popleft(), late)
 
     def abandon(self) -> None:
-        """Nobody wants the tokens of steps that are not drawn."""
+        """Forget the steps that are not drawn, whose tokens nobody wants."""
         self._undrawn.clear()
 
     @torch.inference_mode()

@@ -64,7 +64,7 @@ class StageTransfer:
         return self._pipe.most_kept * tokens * model.spec.hidden_size * model.dtype.itemsize
 
     def take_over(self, batch: Batch) -> None:
-        """Behind what the host has sent of a step, before its layers: what the stage before has made of it."""
+        """Receive a step from the stage before: behind what the host has sent of it, and before its layers."""
         if not self._pipe.first:
             assert self._model.incoming is not None  # it was reserved
             self._pipe.receive(batch.sent)
@@ -108,7 +108,7 @@ class StageTransfer:
         return launched._replace(hidden=hidden)
 
     def settle(self) -> Evidence | None:
-        """Behind the draw of the oldest step; returns what the ranks compare of it."""
+        """Note the drawn tokens of the oldest step; returns what the ranks compare of it."""
         seats, evidence = self._passed.popleft()
         all_seats = np.full(len(self._seats.drawn), -1, dtype=np.int32)
         all_seats[: len(seats)] = seats

@@ -69,7 +69,7 @@ class PoolingAbility:
     def of(
         cls, config: ModelConfig, spec: ModelFacts, fields: Mapping[str, Any], modules: SentenceModules | None
     ) -> "PoolingAbility":
-        """By the architecture, the model's files and the user's wishes.
+        """What a model can pool, by its architecture, its files and the user's wishes.
 
         Args:
             config: the user's configuration of the model.

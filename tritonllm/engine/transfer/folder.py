@@ -212,7 +212,7 @@ def _check_regular(descriptor: int, path: Path) -> None:
 
 
 def make_folder(path: Path, access: Access) -> None:
-    """With its parents, if it is not there."""
+    """Make a folder with its parents, if it is not there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         path.mkdir(access.folder)

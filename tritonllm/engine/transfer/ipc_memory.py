@@ -36,7 +36,7 @@ class Device(Protocol):
         """The address of so many bytes, which other processes can open."""
 
     def free(self, address: int) -> None:
-        """Nobody uses them any more, in whatever process."""
+        """Free memory that :meth:`allocate` gave; nobody uses it any more, in whatever process."""
 
     def export(self, address: int) -> bytes:
         """``HANDLE_BYTES`` bytes that another process opens."""

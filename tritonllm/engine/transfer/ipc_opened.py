@@ -34,10 +34,10 @@ class _Opened:
 
 
 class OpenedMemory:
-    """For any thread.
+    """The memory of other engines that is mapped in this process. For any thread.
 
     Args:
-        device: opens memory.
+        device: the device that opens memory.
     """
 
     def __init__(self, device: Device) -> None:

@@ -30,13 +30,13 @@ class _Shared:
 
 
 class NixlReader:
-    """For any thread.
+    """Reads other agents' memory. For any thread.
 
     Args:
         make: makes an agent with which the memory that reads go to is registered.
 
     Raises:
-        OSError: it cannot make one.
+        OSError: it cannot make an agent.
     """
 
     def __init__(self, make: MakeAgent) -> None:

@@ -211,7 +211,7 @@ class KVTransfer:
         future.add_done_callback(answered)
 
     def _found(self, fetch: Fetch, count: int | None) -> None:
-        """So many of its blocks may be had."""
+        """Take the answer of how many of a request's blocks may be had."""
         fetch.future = None
         self._overdue.discard(fetch)
         fetch.count = min(count or 0, len(fetch.keys))

@@ -161,7 +161,7 @@ class Channel:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def close(self) -> None:
-        """Also wakes whoever reads or writes. May be called again, and by another thread."""
+        """Close the connection, which wakes whoever reads or writes. May be called again, and by another thread."""
         with suppress(OSError):  # the other side was first
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -187,7 +187,8 @@ class Channel:
             self._socket.shutdown(socket.SHUT_RD)
 
     def wait_for_end(self) -> None:
-        """Until the other side ends its sending or hangs up, whatever it says before; or :meth:`end_reading`."""
+        """Wait until the other side ends its sending or hangs up, whatever it says before, or until
+        :meth:`end_reading`."""
         with suppress(OSError):
             self._socket.settimeout(None)
             while self._socket.recv(4096):
@@ -275,7 +276,7 @@ class Channel:
         return self._read_payload(self.read_head({Kind.AGENT: (1, MOST_AGENT_BYTES)}, deadline), deadline)
 
     def read_place(self, key: bytes, deadline: float) -> BlockPlace | None:
-        """One of the other answers to ``WHERE``; ``None`` if the other side does not have the block."""
+        """Receive an answer to ``WHERE`` that names a place; ``None`` if the other side does not have the block."""
         sizes = {Kind.PLACE: (_PLACE_BYTES, _PLACE_BYTES), Kind.MISS: (KEY_BYTES, KEY_BYTES)}
         head = self.read_head(sizes, deadline)
         payload = self._read_payload(head, deadline)

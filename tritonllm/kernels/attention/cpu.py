@@ -239,7 +239,7 @@ def store_of(k_cache: torch.Tensor, v_cache: torch.Tensor, heads: Heads, scales:
 
 
 def all_stored(slot_mapping: torch.Tensor) -> bool:
-    """No token is to be left out."""
+    """Whether no token is to be left out."""
     return not len(slot_mapping) or int(slot_mapping.min()) >= 0
 
 

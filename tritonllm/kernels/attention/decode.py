@@ -150,7 +150,7 @@ def config_key(q: torch.Tensor, pages: Pages, max_seqlen_q: int = 1) -> dict[str
 
 
 def decode_config(q: torch.Tensor, pages: Pages, hints: Hints, window: int) -> tuning.Config:
-    """For decodes ``q[B, H, D]``."""
+    """The launch configuration for decodes ``q[B, H, D]``."""
     key = config_key(q, pages) | {"lengths": lengths_of(q, pages, hints, window)}
     return tuning.get_config("paged_decode_attention", q.device, default_config, **key)
 

@@ -37,7 +37,7 @@ class Extension(Protocol):
 
 @dataclass(frozen=True)
 class FromSource:
-    """Until Triton 3.7: found by the source alone."""
+    """An extension as Triton before 3.8 finds it: by the source alone."""
 
     name: str
     code: str

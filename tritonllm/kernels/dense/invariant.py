@@ -176,7 +176,7 @@ def _gated_on_hopper(m: int, n: int) -> tuning.Config:
 
 
 def _reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-    """On the CPU too a row's bits are its own (:func:`cpu.row_by_row`)."""
+    """The reference: on the CPU, too, a row's bits are its own (:func:`cpu.row_by_row`)."""
     wide = weight.float()
     exact = None if bias is None else bias.float()
     cpu.row_by_row(lambda rows: torch.nn.functional.linear(rows.float(), wide, exact), x, out)

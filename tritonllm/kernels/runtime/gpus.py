@@ -27,7 +27,7 @@ class Gpu(NamedTuple):
 
 
 def gpu_at(index: int) -> Gpu:
-    """One of this machine's."""
+    """A GPU of this machine, by its index."""
     found = torch.cuda.get_device_properties(index)
     gib = found.total_memory / 2**30
     return Gpu(found.name, 10 * found.major + found.minor, found.multi_processor_count, gib)

@@ -225,7 +225,8 @@ def override(op: str, config: Config | Callable[..., Config]) -> Iterator[list[d
 
 
 def _config_with_seams(device: torch.device, op: str, default: Callable[..., Config], key: dict[str, Any]) -> Config:
-    """By the innermost override of the operation; else as without one, and those who watch learn of it."""
+    """The configuration by the innermost override of the operation; else as without one, and those who watch learn of
+    it."""
     for seam in reversed(_seams):
         if isinstance(seam, _Override) and seam.op == op:
             return seam.choose(key)

@@ -94,7 +94,7 @@ def spec_from_config(config: Config) -> ModelSpec:
 
 
 def is_supported(config: Config) -> bool:
-    """There is a family for this configuration's architecture."""
+    """Whether there is a family for this configuration's architecture."""
     return _known(config) is not None
 
 

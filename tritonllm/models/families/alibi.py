@@ -31,7 +31,7 @@ def _bloom(config: ConfigReader) -> dict[str, Any]:
 
 
 def _mpt(config: ConfigReader) -> dict[str, Any]:
-    """Nothing has a bias. Fields of attention are in an object of their own."""
+    """The axes of MPT: nothing has a bias, and fields of attention are in an object of their own."""
     given = config.get("attn_config") or {}
     if not isinstance(given, Mapping):
         raise ValueError(f"config.json: attn_config must be an object, got {given!r}")

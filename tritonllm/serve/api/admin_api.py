@@ -38,10 +38,11 @@ class RpcRequest(OrderBody):
 
 
 def refuse_pages(request: Request, has_keys: bool) -> None:
-    """Without keys a page of a browser can send a POST without a body to any server that its reader reaches.
+    """Refuse pages of browsers: without keys a page can send a POST without a body to any server that its reader
+    reaches.
 
     Raises:
-        APIError: it comes from one.
+        APIError: the request comes from a page.
     """
     if not has_keys and "origin" in request.headers:
         raise APIError(403, ORIGIN)

@@ -160,7 +160,7 @@ class Service:
 
 
 class _Deadline:
-    """In so many seconds from now; ``None``: never."""
+    """A time by which an answer must have ended, so many seconds from now; ``None``: there is none."""
 
     def __init__(self, seconds: float | None) -> None:
         self._seconds = seconds
@@ -246,7 +246,7 @@ async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
 
 
 async def respond(request: Request, answer: Awaitable[dict[str, Any]]) -> Response:
-    """One JSON object."""
+    """Respond with one JSON object."""
     return Response(as_json(await unless_disconnected(request, answer)), media_type="application/json")
 
 

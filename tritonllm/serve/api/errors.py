@@ -96,8 +96,8 @@ def error_body(error: APIError) -> dict[str, Any]:
 
 
 def _text(text: str | None) -> str | None:
-    """With what no encoding can write (half of a surrogate pair, from a request) as its escape, and not as long as what
-    a client has sent and a message quotes."""
+    """A text for an error: what no encoding can write (half of a surrogate pair, from a request) as its escape, and not
+    as long as what a client has sent and a message quotes."""
     if text is not None and len(text) > MOST_CHARACTERS:
         text = f"{text[:MOST_CHARACTERS]}..."
     return text and text.encode("utf-8", "backslashreplace").decode()

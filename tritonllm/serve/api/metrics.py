@@ -143,7 +143,7 @@ class ServerMetrics:
         llm.observer = self
 
     def text(self) -> bytes:
-        """All of them in Prometheus' format."""
+        """All metrics in Prometheus' format."""
         if self._folder is None:
             return generate_latest(self.registry)
         together = CollectorRegistry()

@@ -48,7 +48,7 @@ class PoolingBody(Body):
 
 
 class InputBody(PoolingBody):
-    """With texts or token ids, one or several."""
+    """A body with texts or token ids, one or several."""
 
     input: Prompts
     encoding_format: Literal["float", "base64"] = "float"

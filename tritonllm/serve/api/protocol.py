@@ -165,7 +165,7 @@ def _structured(given: dict[str, Any]) -> StructuredOutputsParams:
 
 
 class ToolsBody(Body):
-    """With tools, of which some may be of kinds that there are not here: these are left out.
+    """A body with tools, of which some may be of kinds that there are not here: these are left out.
 
     Attributes:
         tool_kind: the type of the tools that can be called; those without a type are of it.
@@ -211,7 +211,8 @@ class ToolsBody(Body):
 
 
 def _names_of(tool: Mapping[str, Any]) -> list[str]:
-    """By which a tool, or a choice of one, may be known: its name, in any place where an API has it, and its type."""
+    """The names by which a tool, or a choice of one, may be known: its name, in any place where an API has it, and its
+    type."""
     kind = tool.get("type")
     within = tool.get(kind) if isinstance(kind, str) else None
     names = (tool.get("name"), within.get("name") if isinstance(within, dict) else None, kind)
@@ -283,7 +284,7 @@ class SamplingBody(Body):
     def sampling_params(
         self, defaults: SamplingParams, max_tokens: int | None, logprobs: int | None, **more: Any
     ) -> SamplingParams:
-        """Over the model's defaults.
+        """The sampling parameters that the body asks for, over the model's defaults.
 
         Args:
             max_tokens: ``None`` for as many as the model's length leaves.

@@ -28,7 +28,7 @@ BETWEEN_LOOKS = 0.05  # seconds at least: a look takes 2 ms of the engine's time
 
 
 class ActivityQuestions:
-    """At what an engine does (:mod:`tritonllm.serve.engines.activity`), one after the other, however many want to look:
+    """Asks what an engine does (:mod:`tritonllm.serve.engines.activity`), once at a time, however many want to look:
     who asks what is asked already gets the same answer."""
 
     def __init__(self, llm: AsyncLLM) -> None:

@@ -147,7 +147,7 @@ class Traces:
 
 
 def _latencies(update: Update) -> dict[str, float]:
-    """In seconds, as the engine took them."""
+    """The latencies of a request in seconds, as the engine took them."""
     end = update.finished_time or time.monotonic()
     found = {"gen_ai.latency.e2e": end - update.arrival_time}
     if update.first_token_time is not None:

@@ -120,7 +120,7 @@ class Collector:
 
 
 def _copy(output: RequestOutput) -> RequestOutput:
-    """One whose list of continuations the reader may keep: later ones are put in place of those here."""
+    """A copy whose list of continuations the reader may keep: later ones are put in place of those here."""
     return RequestOutput(
         output.request_id,
         output.prompt,

@@ -225,7 +225,7 @@ class EngineLoop:
         self._lockstep_engines = None if engine.lockstep is None else LockstepEngines(engine, engine.lockstep, socket)
 
     def run(self) -> None:
-        """Until :class:`Stop` comes.
+        """Take messages and run steps until :class:`Stop` comes.
 
         Raises:
             Exception: what broke off a step, if the device did not answer in time, a rank failed, or the step before

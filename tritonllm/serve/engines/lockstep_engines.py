@@ -33,7 +33,7 @@ class LockstepEngines:
         self._joined = False  # there was a step just now, and another will follow
 
     def await_work(self, longest: float | None = None) -> None:
-        """Until a message has come, or another engine waits in a step, which this one joins.
+        """Wait until a message has come, or another engine waits in a step, which this one joins.
 
         Args:
             longest: seconds after which there is something else to look at; ``None`` if there is nothing.

@@ -57,7 +57,7 @@ class OpenRequests:
             raise ValueError(f"request_id {request_id!r} is in use by an unfinished request")
 
     def add(self, message: Add, collector: Collector | PoolingCollector, params: SamplingParams) -> None:
-        """One that was sent, whose id is free.
+        """Add a request that was sent, whose id is free.
 
         Args:
             params: say how many sequences it has.

@@ -86,7 +86,7 @@ class Placement:
         return replica
 
     def progress(self, request_id: str, tokens: int) -> None:
-        """So many output tokens have come; with the first of them the prompt has been computed."""
+        """Note that so many output tokens have come; with the first of them the prompt has been computed."""
         entry = self._requests.get(request_id)
         if entry is not None:
             done = min(entry.output, tokens)
@@ -113,7 +113,7 @@ class Placement:
         return lost
 
     def find(self, replica: int) -> None:
-        """One that was lost is there again, and has computed nothing."""
+        """Note that a replica that was lost is there again, and has computed nothing."""
         self._lost.discard(replica)
 
     def forget(self) -> None:

@@ -71,7 +71,7 @@ class ProfilerConfig:
 
     @classmethod
     def of(cls, given: "str | Mapping[str, Any] | ProfilerConfig") -> "ProfilerConfig":
-        """From JSON or its object, with vLLM's keys.
+        """Make the configuration from JSON or its object, with vLLM's keys.
 
         Raises:
             ValueError: no JSON object, an unknown key, a bad value.

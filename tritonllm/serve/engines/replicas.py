@@ -113,7 +113,7 @@ def _by_arrival(reports: Sequence[Connection]) -> Iterator[int]:
 
 
 def check_gpus(config: EngineConfig) -> None:
-    """Without this an engine that finds no GPU left would run on the CPU.
+    """Check that there are GPUs for all engines: one that finds no GPU left would run on the CPU.
 
     Raises:
         ValueError: there are GPUs, but not enough for all engines.
@@ -246,8 +246,8 @@ class Replicas:
                 self._links[number].send(message)
 
     def _place(self, message: Add) -> None:
-        """To the replica that still has a request of this id, if one has: its last update must come before those of
-        the new one."""
+        """Send a request to the replica that still has a request of this id, if one has: its last update must come
+        before those of the new one."""
         request_id = message.request_id
         owner, count = self._owners.get(request_id, (None, 0))
         if owner is None:
@@ -336,8 +336,8 @@ class Replicas:
         self._on_news(News(updates, together(self.stats), answers))
 
     def _end_all(self, first: int, why: str) -> None:
-        """One has died, and the others wait for it in the middle of a step; or they have seen that before this process,
-        and ended."""
+        """End all engines that share experts, since one has died, and the others wait for it in the middle of a step;
+        or they have seen that before this process, and ended."""
         if self.failure is not None:
             return
         killed = next((number for number in sorted(self._living) if self._links[number].was_killed), None)

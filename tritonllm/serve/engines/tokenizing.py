@@ -86,7 +86,7 @@ class Tokenizing:
             result.cancel()
 
     def _end_waits(self, error: Exception) -> None:
-        """Whoever waits for a long text gets this error instead."""
+        """End the waiting for long texts with this error."""
         for wait in self._waits:
             if not wait.done():
                 wait.set_result(error)

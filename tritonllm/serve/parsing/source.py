@@ -26,7 +26,7 @@ class PieceSource:
         self._taken: list[str] = []
 
     def mark(self, before: str = "") -> None:
-        """From here on, remember what is taken; ``before`` counts as taken, too."""
+        """Remember what is taken from here on; ``before`` counts as taken, too."""
         self._taken = [before]
 
     @property

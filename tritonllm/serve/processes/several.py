@@ -148,7 +148,7 @@ def run_several(
 
 
 def _watch(client: EngineClient, apis: Apis, signalled: int, config: ServerConfig, address: str) -> int:
-    """Until all API processes have ended; if one of the processes dies, the others end, too."""
+    """Watch the processes until all API processes have ended; if one of the processes dies, the others end, too."""
     sentinels, listening = [process.sentinel for process in apis.processes], 0
     while True:
         ready = wait([client.sentinel, signalled, *sentinels, *apis.pipes])
@@ -172,7 +172,8 @@ def _watch(client: EngineClient, apis: Apis, signalled: int, config: ServerConfi
 
 
 def _drain(client: EngineClient, apis: Apis, seconds: float) -> int:
-    """Until the API processes, which were told to stop, have ended; if the engine dies meanwhile, they hear of it."""
+    """Wait until the API processes, which were told to stop, have ended; if the engine dies meanwhile, they hear of
+    it."""
     end, status = time.monotonic() + seconds, DONE
     while living := [process.sentinel for process in apis.processes if process.is_alive()]:
         watched = living if status == FAILED else [client.sentinel, *living]

@@ -73,7 +73,7 @@ class PrefixRouter(RequestRouter):
     queue_len_response_deadline_s = 1.0
 
     def initialize_state(self, **kwargs: Any) -> None:
-        """With ``balance_epsilon`` and ``balance_min_tokens``."""
+        """Begin with ``balance_epsilon`` and ``balance_min_tokens``, as Ray Serve hands them on."""
         self._loads = Loads(kwargs["balance_epsilon"], kwargs["balance_min_tokens"])
         self._expected: dict[asyncio.Future[Any], str] = {}  # of requests that no replica has yet
 

@@ -32,5 +32,5 @@ class SnapshotSource(Protocol):
 
     @property
     def is_over(self) -> bool:
-        """Nothing more can be seen: the screen closes."""
+        """Whether nothing more can be seen, so that the screen closes."""
         ...

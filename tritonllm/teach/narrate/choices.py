@@ -138,7 +138,7 @@ def scheduled(
     verified: Mapping[str, int],
     lessons: Callable[[str], Sequence[Said]],
 ) -> list[Line]:
-    """All of it, for a step that is told in full.
+    """Tell all of what a step holds, for one that is told in full.
 
     Args:
         verified: see :func:`decodes`.

@@ -204,6 +204,6 @@ def fast_forward(lesson: Lesson, start: int) -> tuple[Iterator[Step], list[Step]
 
 
 def state_of(reached: Reached) -> str:
-    """In the list of lessons."""
+    """How far a lesson is, as the list of lessons shows it."""
     state = "done" if reached.finished else f"begun, step {reached.step}" if reached.step else ""
     return ", ".join(part for part in (state, "exercise solved" if reached.solved else "") if part)

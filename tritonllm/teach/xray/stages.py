@@ -119,7 +119,7 @@ class HostClock:
         return end - begin
 
     def hold(self) -> None:
-        """Nothing to wait for."""
+        """Does nothing: there is nothing to wait for."""
 
     def held(self) -> float:
         return 0.0
