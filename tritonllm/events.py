@@ -26,7 +26,7 @@ class RequestAdded:
     """A request came in, at its ``arrival_time``.
 
     Attributes:
-        sequence_ids: under which steps know it.
+        sequence_ids: the ids under which steps know its sequences.
         prompt_token_ids: the prompt, tokenized.
         params: :class:`~tritonllm.SamplingParams`, or those of a beam search or of pooling.
     """
@@ -79,7 +79,7 @@ class StepPlanned:
     Attributes:
         seconds: host time of the decision.
         step: steps are numbered from 1.
-        parts: in the order of the step's rows.
+        parts: the parts of the step's sequences, in the order of the step's rows.
         preempted: sequences that lost their blocks to make room.
         copies: blocks that are copied first (copy-on-write), each with its target.
         stores, loads: blocks that go to the host's memory, some while the step computes them, and that come back from

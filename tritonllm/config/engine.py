@@ -52,11 +52,11 @@ class ModelConfig:
     Args:
         model: a folder in Hugging Face format, or a hub id.
         tokenizer: folder or hub id of the tokenizer, if it is not the model's.
-        skip_tokenizer_init: token ids in and out, no text.
+        skip_tokenizer_init: do without a tokenizer: token ids in and out, no text.
         revision: branch, tag or commit of a hub id.
         trust_remote_code: download and run Python code that comes with the model or the tokenizer.
-        dtype: ``auto`` takes the checkpoint's on a GPU and float32 on the CPU.
-        device: ``auto`` takes CUDA if there is one.
+        dtype: the dtype of weights and activations; ``auto`` takes the checkpoint's on a GPU and float32 on the CPU.
+        device: the device of the model; ``auto`` takes CUDA if there is one.
         max_model_len: most tokens of prompt and output together; by default the model's own limit.
         load_format: ``safetensors`` files, ``pt`` (``pytorch_model*.bin``), ``auto`` for the first of them that is
             there; ``dummy`` fills the weights from ``seed`` instead of reading them.
@@ -146,7 +146,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """What one step may hold.
+    """The limits of one step, and the order in which requests get into it.
 
     Args:
         max_num_seqs: most requests running at once.

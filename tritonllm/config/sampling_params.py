@@ -128,9 +128,9 @@ class RepetitionDetectionParams:
     """Ends an output that says the same thing again and again; ``finish_reason`` is then ``"repetition"``.
 
     Args:
-        max_pattern_size: longest n-gram that is looked for, in tokens; 0 looks for none.
-        min_pattern_size: shortest one; 0 counts as 1.
-        min_count: so many times in a row an n-gram must stand at the output's end; at least 2.
+        max_pattern_size: the longest n-gram that is looked for, in tokens; 0 looks for none.
+        min_pattern_size: the shortest n-gram that is looked for; 0 counts as 1.
+        min_count: how many times in a row an n-gram must stand at the output's end; at least 2.
 
     Raises:
         ValueError: a value outside its range; the message names it.
@@ -162,9 +162,9 @@ class StructuredOutputsParams(VllmStructure):
     Args:
         json: a JSON schema, as text or as a dict.
         regex: a regular expression that the whole output matches.
-        choice: the output is one of these strings.
-        grammar: in EBNF, as xgrammar reads it; it begins with the rule ``root``.
-        json_object: any JSON object or array.
+        choice: strings, of which the output is one.
+        grammar: a grammar in EBNF, as xgrammar reads it; it begins with the rule ``root``.
+        json_object: whether the output is any JSON object or array.
         disable_any_whitespace: JSON with one space after commas and colons, and none elsewhere. Without it a model may
             break lines and indent them, by at most four blanks or a tab for each level.
         after_thought: the model may think first, as it likes: what it writes behind its thought has the form. A model
@@ -276,7 +276,7 @@ class SamplingParams(VllmSampling):
             continuations share the functions.
         structured_outputs: what the output must look like.
         guided_decoding: ``structured_outputs`` under vLLM's older name.
-        extra_args: for batch processors (:class:`tritonllm.engine.step.processors.BatchLogitsProcessor`);
+        extra_args: values for batch processors (:class:`tritonllm.engine.step.processors.BatchLogitsProcessor`);
             ``kv_transfer_params`` in it is for the connector that shares the cache (docs/kv-transfer.md).
 
     Raises:

@@ -32,7 +32,7 @@ class Group:
     """One rank of a group whose collectives do nothing: of one rank, or of ranks that are not there.
 
     Args:
-        rank: from 0 to ``size - 1``.
+        rank: the number of this rank, from 0 to ``size - 1``.
         size: number of ranks. More than one without connections is for meta tensors, whose values nobody reads.
     """
 

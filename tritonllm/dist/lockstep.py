@@ -121,7 +121,7 @@ class Lockstep:
         """Say what the next step needs, and wait for what it needs elsewhere.
 
         Args:
-            words: at most :data:`WORDS` integers, as many on all engines.
+            words: what this engine tells the others: at most :data:`WORDS` integers, as many on all engines.
 
         Returns:
             The words of all engines, in their order.

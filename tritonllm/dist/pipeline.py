@@ -28,7 +28,7 @@ class Pipeline:
     """A stage whose neighbours are not there: of one stage, or for meta tensors, whose values nobody reads.
 
     Args:
-        stage: from 0 to ``stages - 1``.
+        stage: the number of this stage, from 0 to ``stages - 1``.
         stages: how many there are; as many steps are in flight.
     """
 

@@ -55,7 +55,7 @@ class SymmetricGroup(ConnectedGroup):
 
     Args:
         backend, device: as for :class:`~tritonllm.dist.group.ConnectedGroup`, with NCCL.
-        reach: by default what was measured for so many ranks.
+        reach: up to how many bytes each way is taken; by default what was measured for so many ranks.
     """
 
     def __init__(self, backend: Any, device: torch.device, reach: Reach | None = None) -> None:

@@ -235,7 +235,7 @@ def host_watch(connected: socket.socket, seconds: float, action: Callable[[OSErr
     listens there ends is not noticed.
 
     Args:
-        connected: to who says nothing; this closes it.
+        connected: a connection on which nothing is said; this closes it.
         action: gets the error with which that connection ended.
 
     Returns:

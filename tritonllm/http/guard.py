@@ -25,7 +25,7 @@ class HeadLimits:
     Args:
         max_bytes: how many bytes the request line and the headers may have together.
         max_count: how many headers there may be.
-        seconds: from the connection, or from the first byte of a later request, until the head is there; and for the
+        seconds: how long the head may take, from the connection, or from the first byte of a later request; and the
             rest of a body that was answered before its end.
     """
 

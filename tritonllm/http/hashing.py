@@ -32,7 +32,7 @@ def placed(key: bytes, names: Sequence[bytes], loads: Sequence[int], epsilon: fl
         key: what the request begins with.
         names: the names of the backends, at least one; no name twice.
         loads: the load of each backend, before the request is added.
-        epsilon: at least 0.
+        epsilon: how far above the mean a load may be, as a part of it; at least 0.
         min_load: the load up to which a backend is never passed over.
     """
     weights = weights_of(key, names)

@@ -249,7 +249,7 @@ class FusionPlanner:
     """The plans of a model: one for each size of a step, made when the first such step comes.
 
     Args:
-        layers: from the first to the last.
+        layers: the layers, from the first to the last.
         limits: ``None`` asks the device of the first step.
         summed: without limits, theirs (:attr:`FusionLimits.summed`).
         given: as in :func:`plan_step`.

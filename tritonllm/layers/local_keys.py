@@ -76,7 +76,7 @@ def local_lens(
 
     Args:
         block_tables, seq_lens, positions: the step's, as in :class:`~tritonllm.layers.metadata.AttentionMetadata`.
-        ranks: from this one to the last: ``range(rank, size)``.
+        ranks: the ranks from this one to the last: ``range(rank, size)``.
     """
     decode, verify, _ = segments
     n, size = decode.sequences, ranks.stop
@@ -100,7 +100,7 @@ def local_chunks(
         seq_lens: ``[C]`` int32, keys of each over all ranks, its tokens included.
         tokens: how many tokens all chunks have together.
         longest: how many tokens a chunk has at most.
-        ranks: from this one to the last: ``range(rank, size)``.
+        ranks: the ranks from this one to the last: ``range(rank, size)``.
     """
     size, device = ranks.stop, starts.device
     counts, lane = starts[1:] - starts[:-1], torch.arange(size, dtype=torch.int32, device=device)

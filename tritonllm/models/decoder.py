@@ -46,8 +46,8 @@ class Decoder(nn.Module):
         stage: which layers are here (:mod:`tritonllm.models.stages`); all of them by default.
         batch_invariant: a token's bits do not depend on the rest of its step (:mod:`tritonllm.layers.invariance`).
         counts_experts: steps count which experts tokens choose.
-        exchange: between engines that share the experts; each has requests of its own, and all else of the model. In
-            each layer with experts rows go from one to the other, so all run a step at once.
+        exchange: the exchange between engines that share the experts; each has requests of its own, and all else of the
+            model. In each layer with experts rows go from one to the other, so all run a step at once.
 
     Attributes:
         spec: what this rank computes.

@@ -105,8 +105,8 @@ def load_model(
         batch_invariant: a token's bits do not depend on the rest of its step; for models that
             :func:`tritonllm.models.invariance.check_invariance` knows.
         counts_experts: steps count which experts tokens choose; for one of our families that has experts.
-        exchange: between the engines that share the experts, of which this one gets its part; for one of our families
-            that has experts.
+        exchange: the exchange between the engines that share the experts, of which this one gets its part; for one of
+            our families that has experts.
 
     Raises:
         ValueError: weights that do not match the configuration; the message names a tensor. Or the model has no experts

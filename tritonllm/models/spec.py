@@ -27,14 +27,14 @@ class ModelSpec:
     Attributes:
         architecture: the architecture's name in ``config.json``.
         max_position_embeddings: most tokens of a sequence, position scaling included.
-        layers: from the first to the last; the cache's shape is the same in all of them.
+        layers: the layers, from the first to the last; the cache's shape is the same in all of them.
         norm: every norm of the residual stream.
         norm_position: where a block (attention, MLP) and the stream are normalised: ``pre``, the block's input;
             ``post``, the block's output before it is added (OLMo 2); ``sandwich``, both (Gemma 2); ``stream``, the sum
             after it is added, which the stream then is (the original transformer; OPT-350m).
         parallel: attention and MLP both read the layer's input instead of one after the other: ``one norm`` for both,
             or ``two norms``; ``None`` for one after the other. With ``norm_position="pre"``.
-        final_norm: there is a norm before the output projection.
+        final_norm: whether there is a norm before the output projection.
         embedding_norm: the embeddings are normalised, once all is added to them (BLOOM, BERT).
         first_norm: the first block has a norm before it, as the others have (ModernBERT normalises embeddings instead).
         token_types: kinds of tokens, each with a learned vector that is added to the embeddings (BERT); 0 for none. A

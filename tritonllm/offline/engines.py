@@ -51,7 +51,7 @@ class Engines:
 
     Args:
         config: the configuration of all of the engines, with ``data_parallel_size``.
-        link: to engines that were started already; by default they are started here.
+        link: a link to engines that were started already; by default they are started here.
 
     Raises:
         ValueError: a bad value, or a model that cannot be loaded.

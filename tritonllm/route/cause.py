@@ -14,8 +14,8 @@ class Cause(NamedTuple):
     """Why a backend did not answer.
 
     Attributes:
-        logged: for the operator; may name the backend's address.
-        told: for the client; names none.
+        logged: the words for the operator; may name the backend's address.
+        told: the words for the client, which name no address.
     """
 
     logged: str

@@ -55,10 +55,10 @@ class BackendConfig:
     """A server that requests can go to.
 
     Args:
-        url: where it listens, without ``/v1``.
-        name: in logs and metrics, and in the hash that places prompts; by default the URL.
+        url: the address that the server listens at, without ``/v1``.
+        name: its name in logs and metrics, and in the hash that places prompts; by default the URL.
         models: the names of the models that it serves; empty: what its ``/v1/models`` says.
-        api_key: sent in place of the client's key.
+        api_key: the key that is sent in place of the client's.
         api_key_env: the name of the environment variable that holds that key.
         health_path: the path that a probe asks for; any status of 2xx is health.
         role: ``prefill``: it computes prompts for the others, and answers no client.
@@ -121,9 +121,9 @@ class RouterConfig:
     """What a router is started with: backends, addresses, keys, limits.
 
     Args:
-        backends: at least one.
+        backends: the backends, at least one.
         host, port: where to listen. By default only this machine can connect.
-        ssl_certfile, ssl_keyfile: for TLS.
+        ssl_certfile, ssl_keyfile: the files of the certificate and of its key, for TLS.
         api_keys: one of them must come as ``Authorization: Bearer``; none: the backends check keys.
         policy: how one of the backends that serve a model is chosen.
         sticky_chars: how many characters of a prompt's beginning place it (policy ``prefix``).
@@ -141,7 +141,7 @@ class RouterConfig:
         unhealthy_threshold, healthy_threshold: probes in a row that change a backend's state.
         failure_threshold: failed requests in a row that open a backend's circuit.
         backoff_seconds, max_backoff_seconds: how long it stays open; doubled each time, up to the latter.
-        max_concurrency: requests that may be answered at once.
+        max_concurrency: how many requests may be answered at once.
         max_body_bytes: how many bytes the body of a request may have.
         max_header_bytes, max_header_count: how many bytes a request's line and headers may have together, and how many
             headers there may be.

@@ -223,7 +223,7 @@ class State:
         """What there is to see.
 
         Args:
-            now: on the clock of the events.
+            now: the time, on the clock of the events.
         """
         lines = sorted(self._requests.values(), key=lambda request: (_BY_STATE[request.state], request.number))
         lines += reversed(self._ended)

@@ -42,7 +42,7 @@ class RequestLine:
     """A request, as a line of the dashboard's list.
 
     Attributes:
-        number: in the order of arrival, since the dashboard follows; it chooses the colour.
+        number: the place in the order of arrival, since the dashboard follows; it chooses the colour.
         sequences: how many the request has (``n``).
         computed_tokens: how many tokens were computed of a prompt, or of what is computed again.
         total_tokens: how many tokens have to be computed before the next new token.
@@ -89,7 +89,7 @@ class Cells:
     """The KV pool, in the order of its blocks.
 
     Attributes:
-        blocks_per_cell: so many blocks stand in each cell; the last one may have fewer.
+        blocks_per_cell: how many blocks stand in each cell; the last one may have fewer.
         kinds: for each cell what most of its blocks are: free, cached and free, used, or shared by several sequences.
         owners: the number of the request that has most of a cell's blocks; -1: nobody has any.
     """

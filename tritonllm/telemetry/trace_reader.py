@@ -43,8 +43,8 @@ class TraceData:
         counters: name -> times, and values, of each of its events.
         forced: tokens that were not drawn.
         resets: reasons of steps that were broken off.
-        seconds: between the first event and the last.
-        events: in the file.
+        seconds: the seconds between the first event and the last.
+        events: how many events the file has.
     """
 
     complete: bool = False

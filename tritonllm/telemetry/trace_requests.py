@@ -46,7 +46,7 @@ class Traced:
     """A request, and what its record will say.
 
     Attributes:
-        arrival: in seconds; ``None``: before the trace.
+        arrival: when the request arrived, in seconds; ``None``: before the trace.
         admitted: ticks; when a step first took it.
     """
 

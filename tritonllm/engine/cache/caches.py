@@ -31,7 +31,7 @@ class Caches:
     Attributes:
         models: the model, and the draft model if there is one.
         views: a view of the cache for each of the model's layers.
-        copies: for each model, what copies blocks within its pool.
+        copies: for each model, the object that copies blocks within its pool.
         host: the second tier; ``None`` without one, and before :meth:`add_tier`.
     """
 

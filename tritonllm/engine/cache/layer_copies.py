@@ -69,7 +69,7 @@ class LayerCopies:
     """The copies of one step, which begin as it is launched.
 
     Args:
-        groups: in order.
+        groups: the groups of layers, in the order in which they are copied.
         copy: begins the copy of a group, behind all that is launched.
         ended: is called when all copies have begun.
     """

@@ -113,7 +113,7 @@ class StepInbox:
     """What a room holds of a step, on the device, and where the host puts it together.
 
     Args:
-        room: for steps.
+        room: the room that it has for steps.
         memory: uint8, of which it takes the first bytes (:class:`~tritonllm.engine.data.step_inputs.StepLayout`).
     """
 
@@ -163,7 +163,7 @@ def upload_cascade(step: Step, block_size: int, device: torch.device, room: int 
     """Where the decodes' keys are, if they share some.
 
     Args:
-        room: so many decodes have the memory that the plan goes to, if they are more.
+        room: how many decodes the memory that the plan goes to has room for, if they are more.
     """
     if step.shared is None:
         return None

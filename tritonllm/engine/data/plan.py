@@ -50,7 +50,8 @@ class Outline:
         budget: tokens that it may still take.
         preempted: the requests that lost their blocks to make room.
         scheduled: parts of the step, in the order of :attr:`Request.order`.
-        forks: for requests of ``scheduled`` those that share all that they have computed, and sample from the same row.
+        forks: for requests of ``scheduled``, the requests that share all that they have computed, and sample from the
+            same row.
     """
 
     budget: int
@@ -68,7 +69,7 @@ class StepPlan:
         preempted: the requests that lost their blocks to make room; none of them is scheduled.
         segments: how many sequences and tokens are decodes, verified sequences and chunks of prompts.
         copies: blocks that are copied before anything is written, each with its target.
-        transfers: between the device and the host's memory, which come first of all.
+        transfers: the copies between the device and the host's memory, which come first of all.
         fills: blocks that go to the host's memory while the step computes them.
     """
 

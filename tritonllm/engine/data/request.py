@@ -113,7 +113,7 @@ class Request:
         ends: tokens that end the output, if ``min_tokens`` lets them.
         watched: every new token may end the output, whichever it is.
         sampled_in: the number of the last plan that samples from it, of those that a pipeline runs.
-        num_drafts: so many guesses of what follows may be verified with its last token.
+        num_drafts: how many guesses of what follows may be verified with its last token.
         expected_accepts: how many of them are right, by the last steps.
     """
 

@@ -24,7 +24,7 @@ class TokenLogprobs:
     """Log-probabilities at R positions, on the host.
 
     Attributes:
-        token_ids: for each position the chosen token, then the most likely ones, best first; not all equally many.
+        token_ids: for each position, the chosen token and then the most likely ones, best first; not all equally many.
         logprobs: the log-probability of each of those tokens, in the same shape.
         ranks: the rank of each chosen token in the vocabulary, 1 for the most likely.
     """
@@ -56,8 +56,8 @@ class StepResult:
         sampled: for each sequence of the step its new tokens: none, one or several.
         logprobs: log-probabilities of the new tokens of all sequences, one after the other; ``None`` if no request
             asked.
-        prompt_logprobs: by request id, those of the prompt tokens that this step's chunk predicts, with the position
-            of the first.
+        prompt_logprobs: by request id, the log-probabilities of the prompt tokens that this step's chunk predicts, with
+            the position of the first.
         errors: messages by request id, for requests that must end.
         pooled: what became of pooled prompts.
         drafted: for each sequence how many drafts were verified; empty if none were.

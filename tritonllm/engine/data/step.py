@@ -44,7 +44,7 @@ class RowProcessors(NamedTuple):
     Attributes:
         row: the request's row among those of the step.
         request_id: the id of the request.
-        functions: to call one after the other.
+        functions: the functions, to call one after the other.
         prompt, output: the request's prompt and output token ids so far.
     """
 
@@ -145,7 +145,7 @@ class Step:
         copies: ``[N, 2]`` int64, blocks and those that they are copied to before anything is written; ``None`` for
             none.
         tokens: the token ids of requests that are new to their seats, if a drafter wants to know.
-        transfers: between the cache and the host's memory, before anything else; ``None`` for none.
+        transfers: copies between the cache and the host's memory, before anything else; ``None`` for none.
         fills: blocks that are copied to the host's memory while the step computes them; ``None`` for none.
         limited: some rows draw from a part of the vocabulary only (``top_k``, ``top_p``, ``min_p``), or may, and ranks
             would need the whole row to find it.

@@ -66,7 +66,7 @@ class StepInputs(Generic[Array]):
         logit_rows: the tokens that are sampled from, in their order; of a verified sequence the first one.
         seats: the seats of the sequences.
         starts: the position of each sequence's first token; -1 for a decode of which only the device knows it.
-        limits: so many positions of a decode may get a slot; the device may be further than the host knows.
+        limits: how many positions of a decode may get a slot; the device may be further than the host knows.
         seq_lens: keys of a sequence, this step's tokens included; of decodes at least so many, and derived.
         decode_order: the decodes from the longest to the shortest.
         drafts: how many a verified sequence may have.

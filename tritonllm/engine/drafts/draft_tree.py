@@ -31,7 +31,7 @@ class Level(NamedTuple):
     Attributes:
         tokens: up to and with this level.
         inner: ``[I]`` int64, the tokens of these nodes.
-        ranks: for each child number which of them have such a child ``[C]`` int64, and that child's token ``[C]``.
+        ranks: for each child number, which of them have such a child ``[C]`` int64, and that child's token ``[C]``.
     """
 
     tokens: int

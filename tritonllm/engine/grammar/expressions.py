@@ -119,7 +119,7 @@ def is_endless(grammar: str) -> bool:
     """Whether no text of a grammar's rule ``root`` ever ends, as of ``root ::= root``.
 
     Args:
-        grammar: in EBNF, without mistakes.
+        grammar: a grammar in EBNF, without mistakes.
     """
     clauses = list[_Clause]()
     open_ = list[_Clause]()

@@ -64,7 +64,7 @@ def grammar_of(document: Document, blanks: bool) -> str:
     """EBNF of the JSON texts that are valid under a schema, which is neither malformed nor unsupported.
 
     Args:
-        blanks: there may be blanks between tokens; else there is one after each comma and colon.
+        blanks: whether there may be blanks between tokens; else there is one after each comma and colon.
 
     Raises:
         NoNumber: bounds that nothing is between, or that cannot be followed.
@@ -325,7 +325,7 @@ class _SchemaPlaces:
 
     Args:
         comma: what stands between two members.
-        members: with names, in their order, and whether each must be there.
+        members: the members with names, in their order, and whether each must be there.
         extra: any number of these comes behind; an empty string: none does.
         least, most: members, these among them.
     """

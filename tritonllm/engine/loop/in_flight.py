@@ -48,7 +48,7 @@ class InFlight:
         """The step to draw now.
 
         Args:
-            idle: there was nothing to launch.
+            idle: whether there was nothing to launch.
         """
         place = next((place for place, (_, running) in enumerate(self._steps) if running is None), None)
         if place is None:

@@ -39,7 +39,7 @@ class HostTier:
         rates: say whether loading pays.
 
     Attributes:
-        done: so many batches are known to have ended.
+        done: how many batches are known to have ended.
         loading: running requests that wait for loads, each with the number of the last batch that it waits for.
         tells: somebody asks :meth:`take_stored` what was stored.
         streams: blocks are copied while the step runs that fills them; if not, with the next plan (for measurements).
@@ -264,7 +264,7 @@ class HostTier:
         """The plan is made. Returns what goes with it.
 
         Args:
-            runs: there is a step; without one the batch is left for the next plan.
+            runs: whether there is a step; without one the batch is left for the next plan.
         """
         wait, stores = self._wait, [(block, slot) for slot, (_, block) in self._stores.items()]
         loads = [(slot, block) for block, slot in self._loads.items()]

@@ -81,7 +81,7 @@ class ScheduledRequests:
         """The last ones in order give back their seats and blocks, and wait to be computed anew.
 
         Args:
-            count: so many; more than one are of one user's request.
+            count: how many requests; more than one are of one user's request.
             crowded: the cache is too small for those that run. (Else one that comes before them wants to.)
 
         Returns:
@@ -133,7 +133,7 @@ class ScheduledRequests:
         reason.
 
         Args:
-            drop: so many of its last tokens came after the end.
+            drop: how many of its last tokens came after the end.
 
         Raises:
             ValueError: an unknown request, or a status that is not a finished one.

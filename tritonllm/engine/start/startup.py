@@ -96,7 +96,7 @@ def log_ready(
     """Say in one line what was started; what a user asks first when an engine is slow or its cache is small.
 
     Args:
-        config: with everything resolved.
+        config: the configuration, with everything resolved.
         begin: when the start began, by ``time.monotonic``.
     """
     cache = config.cache

@@ -212,7 +212,7 @@ class ModelRunner:
         """Allocate the cache, compile the kernels and capture the decode steps.
 
         Args:
-            num_blocks: at most what :meth:`fit_num_blocks` said.
+            num_blocks: how many blocks the cache gets, at most what :meth:`fit_num_blocks` said.
             max_model_len: the longest sequence that may come, if that is less than before.
         """
         self._sizes = dataclasses.replace(self._sizes, max_model_len=max_model_len)

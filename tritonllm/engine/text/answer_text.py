@@ -31,7 +31,7 @@ class AnswerText(Protocol):
     """Follows the text of one output.
 
     Attributes:
-        decided: so many characters are known to be thought or answer.
+        decided: how many characters are known to be thought or answer.
     """
 
     decided: int

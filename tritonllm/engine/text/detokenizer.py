@@ -123,7 +123,7 @@ class IncrementalDetokenizer:
         skip_special_tokens, spaces_between_special_tokens: as in :class:`SamplingParams`.
 
     Attributes:
-        text: so far.
+        text: the text so far.
     """
 
     def __init__(

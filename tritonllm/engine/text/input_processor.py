@@ -149,7 +149,7 @@ class InputProcessor:
 
         Args:
             truncate: keep so many of the last ones; -1: as many as may be, with one new token.
-            continued: there must be room for one new token.
+            continued: whether there must be room for one new token.
             separated: the last token is a separator: keep it and the first ones.
 
         Raises:

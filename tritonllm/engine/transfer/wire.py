@@ -123,7 +123,7 @@ def question(kind: Kind, keys: Sequence[bytes], wait: float) -> bytes:
     """A frame that asks for blocks.
 
     Args:
-        keys: from 1 to ``MOST_KEYS``.
+        keys: the keys of blocks, from 1 to ``MOST_KEYS``.
         wait: seconds that the other side may wait for them.
     """
     return frame(kind, _NUMBER.pack(min(max(0, int(1e3 * wait)), 2**32 - 1)), b"".join(keys))

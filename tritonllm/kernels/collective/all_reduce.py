@@ -263,7 +263,7 @@ def sum_rows(
     """:func:`all_reduce` without its checks: a layer's rows fit in every step.
 
     Args:
-        stages: for tests.
+        stages: the stages to run; for tests.
     """
     layout = inbox.layout
     for start in range(0, len(x), layout.rows):

@@ -231,7 +231,7 @@ def dispatch_rows(
         memory: the memory of this rank.
         held: how many experts each rank has.
         rows: room for the rows of a rank, at most those of the memory's layout.
-        stages: for tests.
+        stages: the stages to run; for tests.
 
     Returns:
         Parts of the memory: ``x[size * rows, columns]``, ``weights[size * rows, top_k]`` and ``ids[size * rows,
@@ -284,7 +284,7 @@ def combine_rows(
         residual: ``[T, columns]``, to which ``scale`` times the sum is added in place; then there is no ``out``.
         scale: see ``residual``, without which it must be 1.
         added: the residual stream, ``[T, columns]``, to which the sum is added in place, and its norm.
-        stages: for tests.
+        stages: the stages to run; for tests.
 
     Returns:
         ``residual``, or else ``out``.

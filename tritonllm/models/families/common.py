@@ -27,7 +27,7 @@ class Family:
         renames: this architecture's name of a field -> the usual one.
         reads: fields that other architectures do not know and that ``axes`` computes with.
         aliases: other names in ``architectures``.
-        extra_layers: at most this many layers beyond the model's own may be in the files: they draft tokens for it.
+        extra_layers: how many layers beyond the model's own may be in the files at most: they draft tokens for it.
         extra_names: beginnings of the names of other tensors that are not part of the model, for the same reason.
         heads: architectures that have something else for the output projection; beside those of ``BY_SUFFIX`` in
             :mod:`~tritonllm.models.families.heads`.

@@ -16,7 +16,7 @@ class FamilyHead:
     """What an architecture has in the place of the output projection of its family.
 
     Attributes:
-        spec: from the configuration; ``None``: nothing.
+        spec: makes the head's description from the configuration; ``None``: there is nothing.
         names: what checkpoints call its dense layers.
         norm_names: and their norms, ``""`` where there is none.
     """

@@ -22,25 +22,25 @@ class ServerConfig:
         chat_template: a Jinja template to use instead of the tokenizer's.
         tool_call_parser, reasoning_parser: how calls of tools and thoughts are read out of answers, by name; ``"none"``
             leaves them in the text, ``None`` goes by the chat template.
-        enable_auto_tool_choice: there must be a parser for calls.
-        trust_request_chat_template: a request may bring its own template.
-        strict_fields: a field of a request that changes nothing, unknown or not, is an error.
+        enable_auto_tool_choice: whether there must be a parser for calls.
+        trust_request_chat_template: whether a request may bring its own template.
+        strict_fields: whether a field of a request that changes nothing, unknown or not, is an error.
         max_body_bytes: how many bytes the body of a request may have.
         max_header_bytes, max_header_count: how many bytes a request's line and headers may have together, and how many
             headers there may be.
         header_timeout: how long a client may take to send them, in seconds.
-        max_concurrency: requests that may be answered at once.
+        max_concurrency: how many requests may be answered at once.
         drain_seconds: how long running requests may take after SIGTERM.
-        ssl_certfile, ssl_keyfile: for TLS.
-        api_server_count: processes that speak HTTP, in front of one engine.
-        server_dev_mode: clients may put the engine to sleep, wake it up, reload its weights, empty its prefix cache,
-            and ask what its experts have to do.
-        profiler_config: clients may let the engine write traces, and where to.
+        ssl_certfile, ssl_keyfile: the files of the certificate and of its key, for TLS.
+        api_server_count: how many processes speak HTTP, in front of one engine.
+        server_dev_mode: whether clients may put the engine to sleep, wake it up, reload its weights, empty its prefix
+            cache, and ask what its experts have to do.
+        profiler_config: whether clients may let the engine write traces, and where to.
         otlp_traces_endpoint: URL of an OpenTelemetry collector that gets a span for each request.
-        request_timeout: seconds that a request may take; ``None``: as many as it needs.
+        request_timeout: how many seconds a request may take; ``None``: as many as it needs.
         allowed_origins: the origins of pages in browsers that may ask, as ``https://chat.example``; ``"*"`` is any, and
             none is the default (CORS). Their requests need the key like others.
-        restart: so often within ten minutes an engine that has died is started anew; then the server ends.
+        restart: how often within ten minutes an engine that has died is started anew; then the server ends.
 
     Raises:
         ValueError: a bad value; the message names the option.

@@ -172,7 +172,7 @@ def asks_for_nothing(name: str, value: Any, refused: Neutral) -> bool:
     """Whether a field that is not supported may be left out without a word.
 
     Args:
-        name: with its path.
+        name: the name of the field, with its path.
         refused: fields that would change this answer.
 
     Raises:

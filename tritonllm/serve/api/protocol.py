@@ -109,7 +109,7 @@ class Body(BaseModel):
     """A number is not taken for a string, nor a string for a number.
 
     Attributes:
-        path: in front of the names of its fields, if it is a field itself.
+        path: the path in front of the names of its fields, if it is a field itself.
         refused: fields that it lacks and that would change the answer.
     """
 

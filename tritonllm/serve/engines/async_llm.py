@@ -56,10 +56,10 @@ class AsyncLLM(EngineHealth, EngineCalls, Tokenizing):
         config: the configuration of the engine.
         max_queue: how many sequences may wait for a seat.
         log_level: the level of the engine process's messages on stderr; ``None``: it writes none.
-        link: to engines that were started already, by another process perhaps; by default they are started here.
+        link: a link to engines that were started already, by another process perhaps; by default they are started here.
         profiler_config: how the engine may write traces (:meth:`start_profile`), with vLLM's keys (docs/serving.md).
         sequences: counts those in the engine, with those of its other API processes; by default there are none.
-        max_restarts: so often within ten minutes an engine that has died is started anew. Its requests end with
+        max_restarts: how often within ten minutes an engine that has died is started anew. Its requests end with
             :class:`EngineDeadError` all the same, as do those that come while no engine runs.
 
     Raises:
@@ -191,7 +191,8 @@ class AsyncLLM(EngineHealth, EngineCalls, Tokenizing):
 
         Args:
             prompt: text, token ids, a dict of either, or what :meth:`check_prompts` has made of one.
-            sampling_params: by default the model's. ``output_kind`` says what each output holds.
+            sampling_params: how to continue the prompt; by default the model's parameters. ``output_kind`` says what
+                each output holds.
             request_id: unique among the unfinished ones.
             lora_request: none; there are no adapters yet.
             priority: lower is earlier; needs ``policy="priority"``.
@@ -242,7 +243,7 @@ class AsyncLLM(EngineHealth, EngineCalls, Tokenizing):
 
         Args:
             prompt: text, token ids, a dict of either, or what :meth:`check_prompts` has made of one.
-            pooling_params: with a ``task``.
+            pooling_params: how to pool the prompt, with a ``task``.
             request_id: unique among the unfinished ones.
             lora_request: none; there are no adapters yet.
             priority: lower is earlier; needs ``policy="priority"``.

@@ -124,8 +124,8 @@ class Act:
 
     Attributes:
         kind: what it is about.
-        title: over it; ``None`` for a line that stands for itself.
-        lines: in their order.
+        title: the title over it; ``None`` for a line that stands for itself.
+        lines: the lines, in their order.
     """
 
     kind: Kind

@@ -73,7 +73,7 @@ def block_news(
 
     Args:
         evicted: blocks whose contents were given up for this step.
-        caches: there is a prefix cache.
+        caches: whether there is a prefix cache.
     """
     news: list[tuple[str, Said]] = []
     new = [(name(p.sequence_id), p.new_blocks) for p in step.parts if p.new_blocks]

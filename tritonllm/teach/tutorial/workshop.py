@@ -66,7 +66,7 @@ def check(lesson: Lesson, path: Path, seconds: float = SECONDS) -> ExerciseVerdi
     """Run the check of an exercise on a learner's file.
 
     Args:
-        seconds: after which it is ended.
+        seconds: after how many seconds the check is ended.
 
     Raises:
         ValueError: the lesson has no exercise, or there is no such file.
