@@ -72,6 +72,6 @@ class MovedModules(MetaPathFinder, Loader):
 
 
 def install() -> None:
-    """Once, behind all other finders."""
+    """Install the finder once, behind all other finders."""
     if not any(isinstance(finder, MovedModules) for finder in sys.meta_path):
         sys.meta_path.append(MovedModules())

@@ -35,7 +35,7 @@ USES = {
 
 
 def add_parsers(commands: Any) -> list[argparse.ArgumentParser]:
-    """Both commands; they take a model."""
+    """Add the parsers of ``tritonllm chat`` and ``tritonllm complete``; both take a model."""
     return [_add_parser(commands, name) for name in USES]
 
 

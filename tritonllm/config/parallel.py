@@ -89,7 +89,7 @@ class ParallelConfig:
 
     @property
     def shares_experts(self) -> bool:
-        """Each engine has some of the experts, and all of the rest."""
+        """Whether each engine has some of the experts, and all of the rest."""
         return self.enable_expert_parallel and self.data_parallel_size > 1 and self.world_size == 1
 
     @property

@@ -58,5 +58,5 @@ def parents_of(paths: tuple[Path, ...]) -> tuple[int, ...]:
 
 
 def is_chain(parents: tuple[int, ...]) -> bool:
-    """Each node follows the one before it."""
+    """Whether each node follows the one before it."""
     return parents == tuple(range(-1, len(parents) - 1))

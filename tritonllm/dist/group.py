@@ -192,7 +192,8 @@ class ConnectedGroup(Group):
             torch.cuda.synchronize(x.device)
 
     def introduce_all(self) -> None:
-        """The first :meth:`all_to_all`, which waits for all: NCCL connects each rank to each in it, as above."""
+        """Call :meth:`all_to_all` for the first time, which waits for all: NCCL connects each rank to each in it, as
+        above."""
         x = self.all_to_all(torch.zeros(self.size, dtype=torch.uint8, device=self._device))
         if x.is_cuda:
             torch.cuda.synchronize(x.device)

@@ -100,7 +100,7 @@ class GroupFailure:
         self.check()
 
     def look_again(self) -> None:
-        """What somebody waits for may be done."""
+        """Wake those who wait: what they wait for may be done."""
         with self._changed:
             self._changed.notify_all()
 

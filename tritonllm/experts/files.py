@@ -24,7 +24,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def write_object(path: Path, value: dict[str, Any]) -> None:
-    """Whole: whoever reads it sees the old one or the new one.
+    """Write a JSON object to a file as a whole: whoever reads it sees the old one or the new one.
 
     Raises:
         OSError: it cannot be written.

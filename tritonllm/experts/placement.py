@@ -72,7 +72,7 @@ class ExpertPlacement:
         return min(math.lcm(*copies), MOST_TURNS)
 
     def as_json(self) -> dict[str, Any]:
-        """What the file holds."""
+        """The placement as a JSON object, as the file holds it."""
         return {
             "architecture": self.architecture,
             "tensor_parallel_size": self.tensor_parallel_size,
@@ -90,7 +90,7 @@ class ExpertPlacement:
 
     @classmethod
     def read(cls, path: str | Path) -> "ExpertPlacement":
-        """What :meth:`save` wrote.
+        """Read the placement that :meth:`save` wrote.
 
         Raises:
             OSError: there is no such file, or it cannot be read.

@@ -35,7 +35,7 @@ class HeadLimits:
 
 
 class RefusedError(Exception):
-    """Ends a request.
+    """A request that is refused, with what the client is told.
 
     Args:
         status: the status of HTTP.

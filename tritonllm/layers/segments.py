@@ -52,7 +52,7 @@ class Segments:
 
     @property
     def only_decodes(self) -> bool:
-        """Every token belongs to a decode."""
+        """Whether every token belongs to a decode."""
         return not (self.verify.tokens or self.chunk.tokens)
 
 

@@ -122,7 +122,7 @@ class EagleHead(Decoder):
         return Stream(self.fc(torch.cat([self.embed(input_ids), features], -1)), scale=self.spec.residual_multiplier)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The large model's."""
+        """The logits that the large model's output projection gives."""
         return self._target[0].compute_logits(hidden)
 
     @contextmanager

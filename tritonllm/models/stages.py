@@ -35,7 +35,7 @@ class Stage:
 
     @classmethod
     def whole(cls, spec: ModelSpec) -> "Stage":
-        """The only one."""
+        """The one stage of a model that is not cut."""
         return cls(0, range(spec.num_layers))
 
     def of(self, spec: ModelSpec) -> ModelSpec:

@@ -79,7 +79,7 @@ class Engines:
 
     @property
     def model_config(self) -> ModelConfig:
-        """As given, with the length that the engines found."""
+        """The configuration of the model as given, with the length that the engines found."""
         return dataclasses.replace(self._llm.config.model, max_model_len=self.inputs.max_model_len)
 
     @property
@@ -221,15 +221,15 @@ class Engines:
         return self._ask(self._llm.reset_prefix_cache())
 
     def sleep(self, level: int = 1) -> None:
-        """Raises as :meth:`AsyncLLM.sleep`."""
+        """Let the engines sleep. Raises as :meth:`AsyncLLM.sleep`."""
         self._ask(self._llm.sleep(level))
 
     def wake_up(self, tags: Collection[str] | None = None) -> None:
-        """Raises as :meth:`AsyncLLM.wake_up`."""
+        """Wake the engines up. Raises as :meth:`AsyncLLM.wake_up`."""
         self._ask(self._llm.wake_up(None if tags is None else list(tags)))
 
     def reload_weights(self, model: str | None = None) -> None:
-        """Raises as :meth:`AsyncLLM.reload_weights`."""
+        """Load the weights anew, or others of the same shapes. Raises as :meth:`AsyncLLM.reload_weights`."""
         self._ask(self._llm.reload_weights(model))
 
     def expert_load(self) -> ExpertLoad:
@@ -237,7 +237,7 @@ class Engines:
         return self._ask(self._llm.expert_load())
 
     def reset_expert_load(self) -> None:
-        """Raises as :meth:`AsyncLLM.expert_load`."""
+        """Count the experts' load from 0 again. Raises as :meth:`AsyncLLM.expert_load`."""
         self._ask(self._llm.reset_expert_load())
 
     def shutdown(self) -> None:

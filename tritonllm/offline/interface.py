@@ -31,7 +31,7 @@ class RequestRefusedError(ValueError):
 
 
 class OfflineEngine(Protocol):
-    """As :class:`~tritonllm.LLMEngine`, which says what the methods do."""
+    """The engine or engines of an :class:`~tritonllm.LLM`. The methods are those of :class:`~tritonllm.LLMEngine`."""
 
     inputs: InputProcessor
     pooling: PoolingAbility

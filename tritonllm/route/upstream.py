@@ -251,7 +251,7 @@ def answer_headers(response: aiohttp.ClientResponse, drop: tuple[bytes, ...] = (
 
 
 def _as_text(value: bytes) -> str:
-    """As the client library wants a header, which writes it as UTF-8."""
+    """A header's value as the client library wants it, which writes it as UTF-8."""
     try:
         return value.decode()
     except UnicodeDecodeError:

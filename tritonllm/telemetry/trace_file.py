@@ -94,7 +94,7 @@ class TraceFile:
         )
 
     def counter(self, name: str, pid: int, at: int, values: Mapping[str, float]) -> None:
-        """Each value has a track of its own, and holds until the next event of the name."""
+        """Write values of a counter. Each value has a track of its own, and holds until the next event of the name."""
         self._add(f'{{"ph":"C","name":{_plain(name)},"pid":{pid},"ts":{microseconds(at)},"args":{_plain(values)}}}')
 
     def flow(self, number: int, pid: int, tid: int, at: int, to_pid: int, to_tid: int, to: int) -> None:
@@ -129,7 +129,7 @@ class TraceFile:
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits."""
+        """Write the events that wait."""
         if self._lines:
             text = (",\n" if self._began else "[\n") + ",\n".join(self._lines)
             self._lines, self._size, self._began = [], 0, True

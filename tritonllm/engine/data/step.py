@@ -219,6 +219,6 @@ class Step:
 
     @property
     def by_shards(self) -> bool:
-        """Each rank's part of the logits suffices for its part of the draw: no row asks for more than a temperature and
-        limits that ranks can find, and the tokens are not known to be restricted."""
+        """Whether each rank's part of the logits suffices for its part of the draw: no row asks for more than a
+        temperature and limits that ranks can find, and the tokens are not known to be restricted."""
         return self.plain and not (self.limited or self.late or self.segments.verify.sequences)

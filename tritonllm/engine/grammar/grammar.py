@@ -46,7 +46,7 @@ def _xgrammar() -> Any:
 
 
 def parse(wish: StructuredOutputsParams) -> Any:
-    """An ``xgrammar.Grammar``.
+    """Parse what an output must look like, as an ``xgrammar.Grammar``.
 
     Raises:
         ValueError: a schema, expression or grammar that is wrong, or cannot be kept; or xgrammar is not installed.

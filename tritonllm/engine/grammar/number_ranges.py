@@ -100,7 +100,7 @@ class _Integers:
         return self._known[key]
 
     def _longer(self, length: int) -> str:
-        """More digits than so many."""
+        """A rule for integers of more than ``length`` digits."""
         if self._step == 1:
             return f"[1-9] [0-9]{{{length},}}"
         return " | ".join(f'"{digit}" {self._more(length, digit % self._step)}' for digit in range(1, 10))

@@ -64,7 +64,7 @@ class InFlight:
         self._steps[place] = self._steps[place][0], running
 
     def pop(self) -> tuple[StepPlan, RunningStep]:
-        """The oldest, which is drawn."""
+        """Remove and return the oldest step, which is drawn."""
         plan, running = self._steps.popleft()
         assert running is not None  # it was due before
         return plan, running

@@ -40,7 +40,7 @@ class Vector(Metric):
 
 @dataclass(frozen=True)
 class Gauge(Metric):
-    """What is so at the moment."""
+    """A value that is so at the moment, and may rise and fall."""
 
     value: float
 

@@ -135,7 +135,7 @@ class Others(Protocol):
         """Raise what broke a step here, if that is another rank's failure."""
 
     def end(self) -> None:
-        """End them; idempotent."""
+        """End the other ranks; idempotent."""
 
 
 class GroupExecutor:
@@ -182,7 +182,7 @@ class GroupExecutor:
         return self._whole(launch)
 
     def draw(self, late: Restrictions) -> RunningStep:
-        """Raises as :meth:`launch`."""
+        """Draw the oldest step that is not drawn. Raises as :meth:`launch`."""
         drawn = self._whole(lambda: self._draw(late))
         assert drawn is not None
         return drawn

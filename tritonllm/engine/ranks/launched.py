@@ -75,7 +75,7 @@ class Wire:
             self.group.broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8))
 
     def receive(self) -> memoryview:
-        """The next message.
+        """Receive the next message.
 
         Raises:
             IntruderError: it is not rank 0's next one.
@@ -213,7 +213,7 @@ class LaunchedRanks(Ranks):
 
     @staticmethod
     def _on_end(failure: GroupFailure, rank: int, host: str, error: OSError | None) -> None:
-        """Another rank's process has ended, or its host is lost."""
+        """Note that another rank's process has ended, or its host is lost."""
         if error is None:
             what = f"rank {rank}, on {host}, has ended: its own output says why"
         else:
@@ -308,7 +308,8 @@ def _leave(met: list[Team]) -> None:
 
 
 def _end_alone(host: str, error: OSError) -> None:
-    """As an error that nobody catches would. It cannot be raised where this rank waits, in gloo's code."""
+    """End this process as an error that nobody catches would, which cannot be raised where this rank waits, in gloo's
+    code."""
     lost = WorkerError(f"the host of rank 0, {host}, is lost ({error}): this rank ends")
     sys.excepthook(WorkerError, lost, None)
     os._exit(1)

@@ -46,7 +46,7 @@ class RankPlace(NamedTuple):
     port: int
 
     def join(self, parallel: ParallelConfig, device: torch.device) -> Team:
-        """Meet the others."""
+        """Meet the other ranks, and return the groups that they form."""
         store = dist.TCPStore("127.0.0.1", self.port, is_master=False)
         return meet(store, self.rank, parallel, device, timeout=START_PATIENCE)
 

@@ -116,6 +116,6 @@ class StageTransfer:
         return evidence
 
     def warm_up(self) -> None:
-        """Every kernel of its own."""
+        """Run every kernel that only this stage's transfers need."""
         if self._pipe.first:
             self._seats.settle(torch.full_like(self._seats.drawn, -1, dtype=torch.int32))

@@ -246,7 +246,7 @@ class InputProcessor:
         return pair
 
     def check_ids(self, ids: list[int], name: str = "prompt_token_ids") -> "array[int]":
-        """Packed token ids.
+        """Check token ids, and return them packed.
 
         Raises:
             ValueError: one is not of the vocabulary.

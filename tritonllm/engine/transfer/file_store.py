@@ -80,10 +80,10 @@ class FileStoreSettings:
 
 
 class FileStore:
-    """Blocks in files.
+    """A connector that keeps blocks as files of a folder.
 
     Attributes:
-        files: ``None`` while the folder cannot be used; then nothing is found or saved.
+        files: the files; ``None`` while the folder cannot be used; then nothing is found or saved.
 
     Raises:
         ValueError: a folder that cannot be written to, or is not the store's.

@@ -233,7 +233,7 @@ def opened(name: str | Path, flags: int, folder: int | None = None) -> Iterator[
 
 
 def identity(status: os.stat_result) -> tuple[int, int]:
-    """Which file it is."""
+    """What tells a file from all others: the device and number of its inode."""
     return status.st_dev, status.st_ino
 
 

@@ -29,7 +29,7 @@ class Workers:
             thread.start()
 
     def submit(self, work: Callable[[], T]) -> "Future[T]":
-        """What it returns or raises; cancelled if it came after :meth:`close`, or was dropped by that."""
+        """Queue some work, and return its future; cancelled if it came after :meth:`close`, or was dropped by that."""
         future: Future[T] = Future()
         if self._closed:
             _cancel(future)

@@ -73,7 +73,7 @@ def attention(config: ConfigReader, *, num_kv_heads: int | None = None, **axes: 
 
 
 def full_attention(config: ConfigReader, **axes: Any) -> AttentionSpec:
-    """Every query head has a key head: for architectures from before grouped queries."""
+    """Attention whose query heads have a key head each: for architectures from before grouped queries."""
     return attention(config, num_kv_heads=config.size("num_attention_heads"), **axes)
 
 

@@ -218,7 +218,8 @@ async def merge(streams: Sequence[AsyncGenerator[RequestOutput, None]], at_once:
 
 
 def answer_id(prefix: str, request: Request, chosen: str | None) -> str:
-    """As vLLM: the id that the body chose, or else the request's, behind what kind of answer it is."""
+    """The id of an answer as vLLM makes it: the id that the body chose, or else the request's, behind what kind of
+    answer it is."""
     return f"{prefix}{chosen or request.state.request_id}"
 
 

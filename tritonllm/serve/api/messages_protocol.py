@@ -81,7 +81,7 @@ class CountRequest(ToolsBody):
 
 
 class MessagesRequest(CountRequest):
-    """``POST /v1/messages``."""
+    """The body of ``POST /v1/messages``."""
 
     refused = Body.refused
 

@@ -66,7 +66,7 @@ class InputBody(PoolingBody):
 
 
 class EmbeddingRequest(InputBody):
-    """``POST /v1/embeddings``."""
+    """The body of ``POST /v1/embeddings``."""
 
     dimensions: int | None = None
     normalize: bool | None = None
@@ -100,7 +100,7 @@ class ScoreRequest(PoolingBody):
         return self
 
     def texts(self) -> tuple[list[Named], list[Named]]:
-        """Both sides, as long as each other.
+        """The texts of both sides; both have the same number.
 
         Raises:
             ValueError: none of the pairs, more than one, or lengths that do not fit.

@@ -346,7 +346,7 @@ class SamplingBody(Body):
 
 
 class CompletionRequest(SamplingBody):
-    """``POST /v1/completions``."""
+    """The body of ``POST /v1/completions``."""
 
     prompt: Prompts
     max_tokens: Word | None = 16

@@ -65,7 +65,7 @@ def _head(name: str, model: str, body: ResponsesRequest, turn: ChatTurn) -> dict
 
 
 def _given(options: Body | None) -> dict[str, Any] | None:
-    """As they came."""
+    """The options that were given, as they came."""
     return None if options is None else options.model_dump(exclude_unset=True)
 
 

@@ -117,7 +117,7 @@ class AsyncLLM(EngineHealth, EngineCalls, Tokenizing):
 
     @property
     def observer(self) -> Observer | None:
-        """Is told what happens to requests; ``None``: nobody is."""
+        """The observer that is told what happens to requests; ``None``: nobody is."""
         return self._requests.observer
 
     @observer.setter

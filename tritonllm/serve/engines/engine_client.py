@@ -246,7 +246,7 @@ class EngineClient(EngineLink):
 
     @property
     def sentinel(self) -> int:
-        """Is readable when the engine process has ended."""
+        """A handle that is readable when the engine process has ended."""
         return self._process.sentinel
 
     @property

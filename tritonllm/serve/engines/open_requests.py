@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class Observer(Protocol):
-    """Is told what happens to requests, for metrics."""
+    """An observer that is told what happens to requests, for metrics."""
 
     def updated(self, update: Update) -> None: ...
 

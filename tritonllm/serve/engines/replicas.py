@@ -38,7 +38,7 @@ def start_engines(
     profiler: ProfilerConfig | None = None,
     max_restarts: int = 0,
 ) -> "EngineClient | Replicas":
-    """As many engines as ``data_parallel_size`` says, all started at once. Arguments and errors as of
+    """Start as many engines as ``data_parallel_size`` says, all at once. Arguments and errors as of
     :class:`EngineClient`; if one does not start, none is left. ``max_restarts``: see :class:`Restarts`."""
     count, each = config.parallel.data_parallel_size, config.parallel.world_size
     if count == 1 and not max_restarts:
@@ -204,7 +204,7 @@ class Replicas:
 
     @property
     def living(self) -> list[bool]:
-        """Which of them live."""
+        """For each engine, by its number, whether it lives."""
         return [number in self._living for number in range(len(self._links))]
 
     @property

@@ -70,7 +70,7 @@ def _text_of(value: str) -> str | None:
 
 
 def _as_arguments(value: str) -> str:
-    """As OpenAI has them: some models write them as a string that holds JSON, or none as null."""
+    """Arguments as OpenAI has them: some models write them as a string that holds JSON, or none as null."""
     decoded = _text_of(value) if value.startswith('"') else None
     return decoded if decoded is not None else "{}" if value in ("null", "") else value
 

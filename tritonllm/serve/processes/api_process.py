@@ -56,7 +56,7 @@ class StoppableServer(DrainingServer):
 
 
 class _Quiet(StoppableServer):
-    """Leaves signals alone."""
+    """A server that leaves signals alone."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

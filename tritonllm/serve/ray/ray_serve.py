@@ -115,7 +115,7 @@ def _routing(options: ServeOptions) -> dict[str, Any]:
 
 
 def _count(options: ServeOptions) -> dict[str, Any]:
-    """How many engines.
+    """How many engines there are, as arguments of Ray Serve's deployment.
 
     Raises:
         ValueError: a bad ``autoscaling_config``; the message names the entry.

@@ -51,7 +51,7 @@ class EngineSource:
 
 
 class DashboardViewer:
-    """``tritonllm generate --dashboard``.
+    """The viewer of ``tritonllm generate --dashboard``.
 
     Args:
         speed: steps a second; 0: as fast as the engine is.

@@ -84,7 +84,7 @@ class Cast:
         return part.num_known_tokens if player is None else len(player.prompt) + len(player.output)
 
     def add(self, tokens: Iterable[NewTokens]) -> None:
-        """Sequences got tokens."""
+        """Add the tokens that sequences got."""
         for new in tokens:
             player = self._players.get(new.sequence_id)
             if player is not None:

@@ -85,7 +85,7 @@ def prefills(step: StepPlanned, cast: Cast) -> list[Said]:
 
 
 def decodes(step: StepPlanned, cast: Cast, verified: Mapping[str, int]) -> list[Said]:
-    """Requests that generate.
+    """Tell of the requests that generate in a step.
 
     Args:
         verified: how many guesses were found for each sequence; the step had room for more.

@@ -109,7 +109,7 @@ def _places(dim: gl.constexpr, n: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _weights(p_weight, b_k, at: gl.constexpr, K, WHOLE: gl.constexpr):
-    """Each is used once: other lines shall stay in the cache rather than these."""
+    """Load weights. Each is used once: other lines shall stay in the cache rather than these."""
     if WHOLE:
         b_weight = gl.load(p_weight + at, eviction_policy="evict_first")
     else:
