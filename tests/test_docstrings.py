@@ -1,4 +1,4 @@
-"""Docstrings of the package say what a thing is: the first line, and each entry of ``Args`` and ``Attributes``.
+"""Docstrings of the package say what a thing is: the first line, each argument and attribute, and the result.
 
 A docstring that begins with the name of a section says nothing of the thing itself, and a fragment (``of the step.``,
 ``whose.``, ``the same.``) leaves the reader to guess the noun. Only forms are looked for that are wrong wherever they
@@ -53,6 +53,9 @@ def _faults(docstring: str) -> list[str]:
         faults.append(f"begins with {first!r}: say first what it is")
     elif _is_fragment(first):
         faults.append(f"{first!r} is a fragment: name the thing")
+    for result in re.findall(r"^(?:Returns|Yields):\n\s+(.*)", docstring, re.MULTILINE):
+        if _is_fragment(result):
+            faults.append(f"the result {result!r} is a fragment: name the thing")
     for name, text in _entries(docstring):
         bare = len(re.findall(r"[\w'-]+", text)) < 2 and "`" not in text
         if bare or _is_fragment(text) or re.match(r"that\b", text):
@@ -86,6 +89,7 @@ def test_each_docstring_says_what_the_thing_is() -> None:
         "A request.\n\nArgs:\n    token_ids: them.",
         "A drafter.\n\nAttributes:\n    model: the same.",
         "A step.\n\nArgs:\n    rows: of the step.",
+        "Preempt requests.\n\nReturns:\n    Them, the last one first.",
         "Threads.\n\nArgs:\n    count: threads.\n    wait: that they may take.",
     ],
 )

@@ -15,7 +15,7 @@ ABSENT_LOOKS = 2  # in a row without a file until it is gone, and not only being
 
 
 class ConfigFile:
-    """A configuration file, which is read again when it is to take effect anew.
+    """A configuration file, which is read again when it changes or SIGHUP comes.
 
     Args:
         path: the path of a TOML file.

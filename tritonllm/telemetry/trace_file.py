@@ -71,7 +71,7 @@ class TraceFile:
         return self.events >= self.most
 
     def slice(self, name: str, pid: int, tid: int, begin: int, end: int, args: Mapping[str, Any] | None = None) -> None:
-        """Something that lasted, in ticks."""
+        """Write a slice: something that lasted from ``begin`` to ``end``, in ticks."""
         more = "" if args is None else f',"args":{_plain(args)}'
         self._add(
             f'{{"ph":"X","name":{_plain(name)},"pid":{pid},"tid":{tid},"ts":{microseconds(begin)},'

@@ -116,7 +116,8 @@ class RequestTracks:
         return lane
 
     def planned(self, parts: tuple[Part, ...], at: int) -> list[tuple[Sequence, Part]]:
-        """Who begins; returns those that compute something of a prompt, or of a sequence that was preempted."""
+        """Note which sequences a planned step begins; returns those that compute something of a prompt, or of a
+        sequence that was preempted."""
         filling = []
         for part in parts:
             fills = part.kind == "prefill" or part.start < part.num_prompt_tokens  # one token alone is a decode

@@ -130,7 +130,7 @@ class BeamSearch:
         """The best continuations, the best first: their totals, which hypotheses they continue, and their tokens.
 
         Those of each hypothesis are in order, so only the first ones that are left are compared. Few are asked for: to
-        sort all of them took twice as long.
+        sort all of them takes twice as long.
         """
         before = self.running
         heads = [hypothesis.total + mine.logprobs[0] for hypothesis, mine in zip(before, scores, strict=False)]
@@ -246,7 +246,7 @@ class BeamState(RequestState):
 
         Args:
             known: the log-probabilities of what may follow a hypothesis. Those that are found have most of their tokens
-                in common: of 16 searches of 256 tokens these are 131,000 entries, which took 0.44 s.
+                in common: of 16 searches of 256 tokens these are 131,000 entries, which take 0.44 s to make.
         """
         path = hypothesis.path()
         stopped = hypothesis.token in self.search.ends

@@ -91,7 +91,7 @@ class Delivery:
             errors: what went wrong in a request's processors.
 
         Returns:
-            Those whose next tokens the host has a say in.
+            The requests whose next tokens the host has a say in.
         """
         controlled = []
         now, taken = time.monotonic(), 0

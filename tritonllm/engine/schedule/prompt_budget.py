@@ -65,8 +65,8 @@ class PromptShare:
             return budget
         if self.left is None:
             behind = [r.num_tokens + r.num_pending_tokens - 1 - r.num_computed_tokens for r in self._running]
-            # A request that the token in flight ends waits for no step. (Prompts with max_tokens=1 alone, as a server
-            # that only prefills gets them, were taken in by ever smaller steps.)
+            # A request that the token in flight ends waits for no step. (If it did, prompts with max_tokens=1 alone, as
+            # a server that only prefills gets them, would be taken in by ever smaller steps.)
             decodes = self._decodes or any(
                 tokens == 0 and r.num_tokens + r.num_pending_tokens < r.length_limit
                 for tokens, r in zip(behind, self._running, strict=True)

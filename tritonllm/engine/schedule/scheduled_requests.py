@@ -78,14 +78,14 @@ class ScheduledRequests:
         child.admission = next(self._admissions)  # the runner must look at its blocks anew
 
     def preempt_last(self, count: int = 1, *, crowded: bool = True) -> list[Request]:
-        """The last ones in order give back their seats and blocks, and wait to be computed anew.
+        """Preempt the last running requests: they give back their seats and blocks, and wait to be computed anew.
 
         Args:
             count: how many requests; more than one are of one user's request.
-            crowded: the cache is too small for those that run. (Else one that comes before them wants to.)
+            crowded: whether the cache is too small for those that run. (Else one that comes before them wants to.)
 
         Returns:
-            Them, the last one first.
+            The preempted requests, the last one first.
         """
         requests = [self.running.pop() for _ in range(count)]
         for request in requests:

@@ -284,7 +284,7 @@ class Scheduler:
             request: unfinished, with no token in flight.
 
         Returns:
-            Those that do not come after its end.
+            The request, with those of the tokens that do not come after its end.
         """
         output = request.output_token_ids
         output += tokens

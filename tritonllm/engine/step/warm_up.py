@@ -77,7 +77,7 @@ class StepLimits:
 
 
 class WarmUp:
-    """Runs dummy steps on one device, so that their kernels are loaded and tuned before requests come.
+    """Runs dummy steps on one device, so that their kernels are compiled and loaded before requests come.
 
     Args:
         work: the functions that steps are made of.

@@ -304,7 +304,7 @@ def scored_draw_ref(
     group_ids = torch.arange(n_groups, device=groups.device)[None] + first // GROUP.value
     score = torch.logsumexp(groups * LN2, -1) * LOG2E.value + gumbel_ref(group_ids, seeds, steps, group_stream)
     group = score.argmax(-1, keepdim=True)
-    width = min(vocab, GROUP.value)  # noise for the rest of the only group was nine tenths of the work with few tokens
+    width = min(vocab, GROUP.value)  # with few tokens, noise for all of the only group is nine tenths of the work
     token = first + group * GROUP.value + torch.arange(width, device=groups.device)
     best = score.gather(1, group)[:, 0]
     score = groups.gather(1, group[..., None].expand(-1, 1, width))[:, 0]

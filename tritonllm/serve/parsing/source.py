@@ -113,7 +113,7 @@ class PieceSource:
         With ``trim``, whitespace before the marker is not yielded.
 
         Returns:
-            That whitespace, and the marker. The marker is ``""`` if none comes.
+            The whitespace before the marker, and the marker. The marker is ``""`` if none comes.
         """
         while True:
             found = _earliest(self.text, markers, 0)

@@ -36,7 +36,7 @@ from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_nex
 
 MIN_ROWS, MAX_ROWS = 2, 16
 # Elements of a layer's products up to which they are all faster so. Four products with their norms and additions, on an
-# H200, in microseconds, as before and so:
+# H200, in microseconds, without this kernel and with it:
 #
 #   rows   Qwen3-0.6B     Llama-3.2-1B   Qwen3-4B       Phi-3-mini     Llama-3.1-8B
 #   4      20.6 -> 16.8   44.2 -> 40.9   73.4 -> 65.1   74.4 -> 67.2   120.4 -> 121.8
