@@ -90,6 +90,6 @@ def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
 
 
 def install() -> None:
-    """Once, behind all other finders."""
+    """Install the finder once, behind all other finders."""
     if not any(isinstance(finder, MovedModules) for finder in sys.meta_path):
         sys.meta_path.append(MovedModules())

@@ -221,8 +221,10 @@ def origins_of(given: Sequence[str]) -> tuple[str, ...]:
 
 
 def check_tls(certfile: str, keyfile: str) -> None:
-    """Raises:
-    OSError: a file cannot be read, or they are no certificate and its key.
+    """Check the files of a certificate and its key.
+
+    Raises:
+        OSError: a file cannot be read, or they are no certificate and its key.
     """
     for option, name in (("--ssl-certfile", certfile), ("--ssl-keyfile", keyfile)):
         try:

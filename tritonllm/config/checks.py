@@ -19,13 +19,13 @@ def is_count(name: str, value: object) -> None:
 
 
 def is_a(name: str, value: object, kind: type) -> None:
-    """Of this type itself."""
+    """Check that a value has exactly this type; a subclass is refused."""
     if type(value) is not kind:  # neither 1 for True nor "false" for False
         raise ValueError(f"{name} must be of type {kind.__name__}, got {value!r}")
 
 
 def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    """Among these."""
+    """Check that a value is one of the allowed ones."""
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
 

@@ -46,8 +46,11 @@ class KVTransferConfig:
             raise ValueError(f"{name}timeout must be a number of seconds above 0, got {seconds!r}")
 
     def check_engines(self, count: int) -> None:
-        """Raises:
-        ValueError: so many engines of one machine (``data_parallel_size``) would all serve their blocks at one port.
+        """Check that the configuration is possible with so many engines on one machine.
+
+        Raises:
+            ValueError: so many engines of one machine (``data_parallel_size``) would all serve their blocks at one
+                port.
         """
         port = self.kv_connector_extra_config.get("port")
         if count > 1 and port and self.saves and self.kv_connector in CONNECTORS:
@@ -81,7 +84,7 @@ class KVTransferConfig:
 
     @property
     def kept_device_bytes(self) -> int:
-        """Of the GPU's memory, for copies that are kept for others."""
+        """How many bytes of the GPU's memory copies take that are kept for others; 0 where there are none."""
         if not (self.on_device and self.saves):
             return 0
         size: int = self.kv_connector_extra_config.get("max_bytes", DEVICE_BYTES)
@@ -89,7 +92,7 @@ class KVTransferConfig:
 
     @classmethod
     def of(cls, value: object) -> "KVTransferConfig":
-        """From vLLM's dictionary, or its JSON as a command line gives it.
+        """Make the configuration from vLLM's dictionary, or its JSON as a command line gives it.
 
         Raises:
             ValueError: anything else.

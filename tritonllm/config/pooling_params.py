@@ -43,14 +43,14 @@ class PoolingParams:
     Attributes:
         truncate_prompt_tokens: use only so many tokens of a longer prompt; -1: as many as the model takes. A decoder
             keeps the last ones; an encoder the first ones and the very last, which is its separator.
-        dimensions: of the embedding, which is cut to so many (Matryoshka embeddings; Kusupati et al., 2022). Only for
+        dimensions: how many elements the embedding is cut to (Matryoshka embeddings; Kusupati et al., 2022). Only for
             models whose ``config.json`` says that they were trained for it.
         normalize: divide embeddings by their length; ``None``: as the model's files say, and else yes.
         use_activation: apply the activation of a classifier (softmax or sigmoid); ``None``: yes. Of an embedding the
             activation is the normalization.
         step_tag_id: report only the tokens with this id (process reward models).
         returned_token_ids: report only these columns of what a head computes for each token.
-        task: what is asked for, if it is not said by the method that is called.
+        task: the pooling task, if the method that is called does not say it.
         skip_reading_prefix_cache: compute all tokens, also those that the prefix cache has.
 
     Raises:
@@ -76,7 +76,7 @@ class PoolingParams:
         _check("skip_reading_prefix_cache", self.skip_reading_prefix_cache, bool)
 
     def clone(self) -> "PoolingParams":
-        """A copy."""
+        """A copy of these parameters, which shares nothing that can be changed."""
         other = copy(self)
         other.returned_token_ids = None if self.returned_token_ids is None else list(self.returned_token_ids)
         return other
@@ -132,7 +132,8 @@ class PoolerConfig:
 
     @classmethod
     def of(cls, value: object) -> "PoolerConfig":
-        """From what vLLM takes: a configuration, a dictionary of its fields, or their JSON as a command line gives it.
+        """Make the configuration from what vLLM takes: a configuration, a dictionary of its fields, or their JSON as a
+        command line gives it.
 
         Raises:
             ValueError: anything else.

@@ -207,15 +207,19 @@ def is_neutral(name: str, value: Any, default: Any) -> bool:
 
 
 def refuse(name: str, value: Any) -> None:
-    """Raises:
-    ValueError: always; it says what to do without the argument.
+    """Refuse a value of an argument that only vLLM has.
+
+    Raises:
+        ValueError: always; it says what to do without the argument.
     """
     raise ValueError(f"{name}={value!r}: tritonllm does not have this; {ADVICE.get(name, 'leave it out')}")
 
 
 def no_adapter(lora_request: Any) -> None:
-    """Raises:
-    ValueError: there is one.
+    """Refuse LoRA adapters.
+
+    Raises:
+        ValueError: there is one.
     """
     requests = lora_request if isinstance(lora_request, list | tuple) else [lora_request]
     for request in requests:
@@ -224,7 +228,7 @@ def no_adapter(lora_request: Any) -> None:
 
 
 def only_none(**arguments: Any) -> None:
-    """Of a method's arguments those that only vLLM has.
+    """Refuse values of a method's arguments that only vLLM has and that are ``None`` by default.
 
     Raises:
         ValueError: one is not at its neutral value, ``None``.
@@ -233,13 +237,15 @@ def only_none(**arguments: Any) -> None:
 
 
 def only_false(**arguments: Any) -> None:
-    """The same of those whose neutral value is ``False``."""
+    """Refuse values of a method's arguments that only vLLM has and that are ``False`` by default."""
     require_neutral(arguments, [(name, False) for name in arguments])
 
 
 def require_neutral(values: Mapping[str, Any], defaults: Iterable[tuple[str, Any]]) -> None:
-    """Raises:
-    ValueError: one of ``values`` asks for what is not here.
+    """Refuse values that ask for what is not here.
+
+    Raises:
+        ValueError: one of ``values`` asks for what is not here.
     """
     for name, default in defaults:
         if name in values and not is_neutral(name, values[name], default):

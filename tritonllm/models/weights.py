@@ -169,7 +169,7 @@ def _parameters(model: Decoder) -> dict[str, nn.Parameter]:
 
 
 def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Of the parameters of the whole model, by their names."""
+    """The shapes of the whole model's parameters, by their names."""
     return _shapes(weight_map(spec))
 
 
@@ -192,12 +192,12 @@ def _keep(parameter: torch.Tensor, whole: torch.Tensor, split: Split | Once, gro
 
 @dataclass(frozen=True)
 class _Plan:
-    """Where tensors go.
+    """Which tensors of a checkpoint go to which parameters.
 
     Attributes:
-        slots: by the name that the checkpoint has, in its order.
+        slots: the place of each tensor, by the name that the checkpoint has, in its order.
         twins: an output projection that the model does not have, and the embeddings that it must be equal to.
-        cuts: of the same tensors what this rank reads.
+        cuts: what this rank reads of each tensor, by the same names.
         others: parameters that only rank 0 has, and this is another.
     """
 
@@ -321,7 +321,8 @@ def _digest_in_file(name: str, stored: StoredTensor) -> bytes:
 
 
 def _digest(tensor: torch.Tensor) -> bytes:
-    """Of the values as float32: equal for a table and its exact conversion, one of the two in memory at a time."""
+    """A digest of the values as float32: equal for a table and its exact conversion, one of the two in memory at a
+    time."""
     digest = xxhash.xxh3_128()
     for piece in tensor.split(max(1, PIECE // tensor.shape[-1])):
         digest.update(piece.to("cpu", torch.float32).contiguous().numpy())
@@ -339,7 +340,8 @@ def _load(
 
 
 def _write(cut: Cut, parameter: torch.Tensor, tensor: torch.Tensor | PackedExperts) -> None:
-    """Of a tensor the part, of packed experts, which are unpacked whole, all."""
+    """Write a cut of a tensor to its parameter. ``tensor`` is that cut already; of packed experts, which are unpacked
+    whole, it is all of them."""
     if isinstance(tensor, torch.Tensor):
         cut.slot.write(parameter, tensor)
         return

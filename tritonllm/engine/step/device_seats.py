@@ -19,7 +19,7 @@ class DeviceSeats:
         block_size: tokens of a block.
         device: where they are.
         drafts: most drafts of a sequence; 0 if there never are any.
-        history: so many tokens of each sequence are kept, for a drafter that looks back.
+        history: how many tokens of each sequence are kept, for a drafter that looks back.
 
     Attributes:
         drawn: ``[seats]`` int64, the token of each row of the step that ran last.

@@ -34,7 +34,7 @@ def end_tokens(spec: ModelFacts, generation_config: dict[str, Any], tokenizer: A
 
 
 def read_generation_config(source: str, model: Path) -> dict[str, Any]:
-    """That of the model (``auto`` and ``vllm``), or of another folder.
+    """Read the ``generation_config.json`` of the model (``auto`` and ``vllm``), or of another folder.
 
     Raises:
         ValueError: no such folder, or no such file in it.

@@ -98,7 +98,7 @@ def spec_from_config(config: Config) -> ModelSpec:
 
 
 def is_supported(config: Config) -> bool:
-    """There is a family for this configuration's architecture."""
+    """Whether there is a family for this configuration's architecture, or for the text model in it."""
     return _known(config) is not None or _text_alone(config) is not None
 
 

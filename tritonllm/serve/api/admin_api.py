@@ -18,7 +18,8 @@ ORIGIN = "this path answers no pages of browsers: leave the header Origin out, o
 
 
 class OrderBody(Body):
-    """Of an order, which nobody follows with a part of it left out: what it does not know is an error."""
+    """The body of an order, which nobody follows with a part of it left out: a field that it does not know is an
+    error."""
 
     model_config = ConfigDict(extra="forbid")
     refused = MappingProxyType({})
@@ -40,18 +41,21 @@ class RpcRequest(OrderBody):
 
 
 def refuse_pages(request: Request, has_keys: bool) -> None:
-    """Without keys a page of a browser can send a POST without a body to any server that its reader reaches.
+    """Refuse pages of browsers: without keys a page can send a POST without a body to any server that its reader
+    reaches.
 
     Raises:
-        APIError: it comes from one.
+        APIError: the request comes from a page.
     """
     if not has_keys and "origin" in request.headers:
         raise APIError(403, ORIGIN)
 
 
 def add_admin(app: FastAPI, llm: AsyncLLM, has_keys: bool) -> None:
-    """Args:
-    has_keys: nobody gets here without one.
+    """Add the routes by which a client gives the engine orders: to sleep, to wake up, to reload its weights, and so on.
+
+    Args:
+        has_keys: whether the server has keys, without which nobody gets here.
     """
 
     @app.post("/sleep")

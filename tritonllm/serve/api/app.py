@@ -181,8 +181,10 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
 
 def _tokenizer_of(service: Service) -> Any:
-    """Raises:
-    APIError: there is none.
+    """The tokenizer that the server reads texts with.
+
+    Raises:
+        APIError: there is none.
     """
     if service.llm.inputs.tokenizer is None:
         raise APIError(400, "this server has no tokenizer: it works with token ids")

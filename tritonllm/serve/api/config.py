@@ -15,8 +15,10 @@ ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#*]+")
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """Args:
-        model_names: under which requests may name the model; the first one is in answers.
+    """What a server is started with: names, addresses, keys, limits.
+
+    Args:
+        model_names: the names under which requests may ask for the model; the first one is in answers.
         host, port: where to listen. By default only this machine can connect.
         uds: a Unix socket to listen on instead.
         api_keys: one of them must come as ``Authorization: Bearer``; none: everybody may ask.
@@ -24,26 +26,27 @@ class ServerConfig:
         default_chat_template_kwargs: variables of the template for requests that do not bring these.
         tool_call_parser, reasoning_parser: how calls of tools and thoughts are read out of answers, by name; ``"none"``
             leaves them in the text, ``None`` goes by the chat template.
-        enable_auto_tool_choice: there must be a parser for calls.
-        trust_request_chat_template: a request may bring its own template.
-        strict_fields: a field of a request that changes nothing, unknown or not, is an error.
-        max_body_bytes: of a request.
-        max_header_bytes, max_header_count: of a request's head: its line and headers together, and how many headers.
-        header_timeout: seconds that a client may take for it.
-        max_concurrency: requests that may be answered at once.
+        enable_auto_tool_choice: whether there must be a parser for calls.
+        trust_request_chat_template: whether a request may bring its own template.
+        strict_fields: whether a field of a request that changes nothing, unknown or not, is an error.
+        max_body_bytes: how many bytes the body of a request may have.
+        max_header_bytes, max_header_count: how many bytes a request's line and headers may have together, and how many
+            headers there may be.
+        header_timeout: how long a client may take to send them, in seconds.
+        max_concurrency: how many requests may be answered at once.
         drain_seconds: how long running requests may take after SIGTERM.
-        ssl_certfile, ssl_keyfile: for TLS.
+        ssl_certfile, ssl_keyfile: the files of the certificate and of its key, for TLS.
         root_path: under which what stands before the server offers its paths, as ``/llm``; it may take that away.
-        api_server_count: processes that speak HTTP, in front of one engine.
-        server_dev_mode: clients may put the engine to sleep, wake it up, reload its weights, empty its prefix cache,
-            and ask what its experts have to do.
-        enable_tokenizer_info_endpoint: clients may read the tokenizer's configuration and the chat template.
-        profiler_config: clients may let the engine write traces, and where to.
+        api_server_count: how many processes speak HTTP, in front of one engine.
+        server_dev_mode: whether clients may put the engine to sleep, wake it up, reload its weights, empty its prefix
+            cache, and ask what its experts have to do.
+        enable_tokenizer_info_endpoint: whether clients may read the tokenizer's configuration and the chat template.
+        profiler_config: whether clients may let the engine write traces, and where to.
         otlp_traces_endpoint: URL of an OpenTelemetry collector that gets a span for each request.
-        request_timeout: seconds that a request may take; ``None``: as many as it needs.
-        allowed_origins: of pages in browsers that may ask, as ``https://chat.example``; ``"*"`` is any, and none is the
-            default (CORS). Their requests need the key like others.
-        restart: so often within ten minutes an engine that has died is started anew; then the server ends.
+        request_timeout: how many seconds a request may take; ``None``: as many as it needs.
+        allowed_origins: the origins of pages in browsers that may ask, as ``https://chat.example``; ``"*"`` is any, and
+            none is the default (CORS). Their requests need the key like others.
+        restart: how often within ten minutes an engine that has died is started anew; then the server ends.
 
     Raises:
         ValueError: a bad value; the message names the option.

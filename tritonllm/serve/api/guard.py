@@ -26,7 +26,7 @@ AT_ONCE = 8  # requests that begin in one turn of the event loop
 
 
 class Guard:
-    """ASGI middleware.
+    """ASGI middleware that checks keys, sizes and the number of requests before a handler runs.
 
     Args:
         app: what comes behind it.

@@ -29,7 +29,7 @@ BETWEEN_LOOKS = 0.05  # seconds at least: a look takes 2 ms of the engine's time
 
 
 class ActivityQuestions:
-    """At what an engine does (:mod:`tritonllm.serve.engines.activity`), one after the other, however many want to look:
+    """Asks what an engine does (:mod:`tritonllm.serve.engines.activity`), once at a time, however many want to look:
     who asks what is asked already gets the same answer."""
 
     def __init__(self, llm: AsyncLLM) -> None:
@@ -39,9 +39,11 @@ class ActivityQuestions:
         self._last = 0.0
 
     async def get(self, view: View, replica: int | None = None) -> dict[str, Any]:
-        """Raises:
-        EngineDeadError: the engine process has died.
-        APIError: it does not answer.
+        """What the engine does; the answer is that of :meth:`AsyncLLM.activity`.
+
+        Raises:
+            EngineDeadError: the engine process has died.
+            APIError: it does not answer.
         """
         self._asked = {question: task for question, task in self._asked.items() if not task.done()}
         task = self._asked.get((view, replica))
