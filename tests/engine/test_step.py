@@ -42,7 +42,7 @@ def make_runner():
     config = EngineConfig.from_kwargs(model=str(folder), block_size=4, max_num_seqs=8, max_num_batched_tokens=32)
     runner = ModelRunner(load_decoder(folder), config, CPU, max_model_len=80)
     runner.start(NUM_BLOCKS, max_model_len=80)
-    return runner, Scheduler(config.scheduler, config.cache, NUM_BLOCKS, 80)
+    return runner, Scheduler(config.scheduler, config.block_tokens, NUM_BLOCKS, 80)
 
 
 def walk(value, path="step"):

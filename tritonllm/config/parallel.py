@@ -105,8 +105,10 @@ class ParallelConfig:
         return self.distributed_executor_backend not in ("external_launcher", "ray")
 
     def check_block(self, block_size: int) -> None:
-        """Raises:
-        ValueError: a block has too many tokens, over all ranks that have some of its keys.
+        """``block_size``: keys in a block of one rank's cache.
+
+        Raises:
+            ValueError: a block has too many tokens, over all ranks that have some of its keys.
         """
         size = self.decode_context_parallel_size
         if size * block_size > MOST_BLOCK_TOKENS:

@@ -13,13 +13,13 @@ class Rates:
 
     Attributes:
         block_bytes: of one block in all layers.
-        block_size: tokens of a block.
+        block_tokens: tokens of a block, over all ranks.
         bytes_per_second: of loads; measured at the start.
         seconds_per_token: of prompts; an average over large steps, 0 as long as there was none: then loading pays.
     """
 
     block_bytes: int = 1
-    block_size: int = 1
+    block_tokens: int = 1
     bytes_per_second: float = float("inf")
     seconds_per_token: float = 0.0
     largest: int = 1
@@ -28,7 +28,7 @@ class Rates:
     def pays(self, blocks: int) -> bool:
         """Whether so many blocks are loaded in less time than they are computed."""
         loading = LATENCY + blocks * self.block_bytes / self.bytes_per_second
-        return not self.seconds_per_token or loading < blocks * self.block_size * self.seconds_per_token
+        return not self.seconds_per_token or loading < blocks * self.block_tokens * self.seconds_per_token
 
     def idle(self, now: float) -> None:
         """A step is launched while no other is in flight."""

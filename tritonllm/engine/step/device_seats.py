@@ -16,7 +16,7 @@ class DeviceSeats:
 
     Args:
         seats: most requests running at once.
-        block_size: tokens of a block.
+        block_tokens: tokens of a block, over all ranks.
         device: where they are.
         drafts: most drafts of a sequence; 0 if there never are any.
         history: so many tokens of each sequence are kept, for a drafter that looks back.
@@ -29,8 +29,10 @@ class DeviceSeats:
         history: ``[seats, history]`` int32, or ``None``.
     """
 
-    def __init__(self, seats: int, block_size: int, device: torch.device, *, drafts: int = 0, history: int = 0) -> None:
-        self._block_size = block_size
+    def __init__(
+        self, seats: int, block_tokens: int, device: torch.device, *, drafts: int = 0, history: int = 0
+    ) -> None:
+        self._block_tokens = block_tokens
         self._device = device
         self.drawn = torch.zeros(seats, dtype=torch.int64, device=device)
         self._drafted = torch.full((TIMES + seats * drafts,), -1, dtype=torch.int32, device=device)
@@ -95,7 +97,7 @@ class DeviceSeats:
             SamplingRows(*(column[:0] for column in self._parameters)),
             Decodes(none, places, places, none, none.view(0, 1)),
             self.drawn,
-            block_size=self._block_size,
+            block_tokens=self._block_tokens,
             verdict=self.verdict,
             history=self.history,
         )
@@ -120,7 +122,7 @@ class DeviceSeats:
         decodes = Decodes(inputs.input_ids[:n], *places, metadata.block_tables[:count])
         advance_seats(
             *(self._state, self._parameters, rows, batch.rows, decodes, self.drawn),
-            block_size=self._block_size,
+            block_tokens=self._block_tokens,
             verdict=self.verdict,
             history=self.history,
             limits=None if self.verdict is None else inputs.limits,

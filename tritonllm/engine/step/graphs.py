@@ -50,7 +50,7 @@ class GraphLimits:
         max_num_seqs: most sequences of a step.
         token_sizes: room for prompt tokens, see :func:`~tritonllm.engine.step.room_sizes.token_sizes`.
         max_blocks: the widest block table.
-        block_size: tokens of a block.
+        block_tokens: tokens of a block, over all ranks.
         drafts: of each sequence in a step that verifies some.
         verified: most sequences of such a step.
         by_shards: ranks can draw from their parts of the logits; steps of decodes alone do, if their rows allow it.
@@ -59,7 +59,7 @@ class GraphLimits:
     max_num_seqs: int
     token_sizes: Sequence[int]
     max_blocks: int
-    block_size: int
+    block_tokens: int
     drafts: int = 0
     verified: int = 0
     by_shards: bool = False
@@ -189,7 +189,7 @@ class StepGraphs:
         self._work, self._limits, self._device, self._capture_graph = work, limits, device, capture
         self._regimes = regimes
         self._sizes = graph_sizes(limits.max_num_seqs)
-        longest = limits.max_blocks * limits.block_size
+        longest = limits.max_blocks * limits.block_tokens
         fit = [tokens for tokens in limits.token_sizes if tokens <= chunk_capacity(tokens) * longest]  # if all padding
         alone = [RoomKey(size) for size in self._sizes]
         self._beside = [RoomKey(size, tokens) for tokens in fit for size in decode_sizes(limits.max_num_seqs, tokens)]
@@ -233,7 +233,8 @@ class StepGraphs:
             return StepRoom(Segments(verify=verified(sequences, 1 + drafts)), sequences)
         if not tokens:
             return StepRoom(Segments(decodes(sequences)), sequences)
-        chunk = Segment(chunk_capacity(tokens), tokens, min(tokens, self._limits.max_blocks * self._limits.block_size))
+        longest = min(tokens, self._limits.max_blocks * self._limits.block_tokens)
+        chunk = Segment(chunk_capacity(tokens), tokens, longest)
         rows = padded(min(sequences + chunk.sequences, self._sizes[-1]), self._sizes)
         return StepRoom(Segments(decodes(sequences), EMPTY, chunk), rows)
 
@@ -287,7 +288,7 @@ class StepGraphs:
             return None if need.eager else self._key_of_decodes(need, step)
         if need.eager:
             return None
-        longest = self._limits.max_blocks * self._limits.block_size
+        longest = self._limits.max_blocks * self._limits.block_tokens
         for sequences, tokens, _ in self._beside:
             free = chunk_capacity(tokens) - need.chunks
             fits = need.decodes <= sequences and need.tokens <= tokens
@@ -323,7 +324,7 @@ class StepGraphs:
         room = key.room
         self._inboxes[room].send(step)
         self._load_tables(step, self._rooms[room].segments)
-        new = upload_cascade(step, self._limits.block_size, self._device, key.decodes)
+        new = upload_cascade(step, self._limits.block_tokens, self._device, key.decodes)
         if new is not None:
             mine = self._plans[key.decodes]
             new = new._replace(prefix_cu_seqlens=mine.prefix_cu_seqlens)  # its own counts the padding

@@ -16,7 +16,7 @@ class StepSizes:
 
     Attributes:
         scheduler: says how many sequences and tokens a step has at most.
-        block_size: tokens of a cache block.
+        block_tokens: tokens of a block, over all ranks.
         max_model_len: the longest sequence that may come, in tokens.
         captures: steps are captured as CUDA graphs.
         host_bound: tokens of a step from which on the GPU takes longer than the host for its launches.
@@ -25,7 +25,7 @@ class StepSizes:
     """
 
     scheduler: SchedulerConfig
-    block_size: int
+    block_tokens: int
     max_model_len: int
     captures: bool
     host_bound: int
@@ -39,7 +39,7 @@ class StepSizes:
         """Those of a runner with these parts. All stages of ``pipe`` call it: their steps have equally many tokens."""
         return cls(
             scheduler=config.scheduler,
-            block_size=config.block_tokens,
+            block_tokens=config.block_tokens,
             max_model_len=max_model_len,
             captures=model.supports_graphs and not config.enforce_eager,
             host_bound=pipe.least(host_bound_tokens(model.work)),
@@ -50,7 +50,7 @@ class StepSizes:
     @property
     def max_blocks(self) -> int:
         """Of a sequence, with what drafts behind its last token read."""
-        return -(-(self.max_model_len + self.drafts) // self.block_size)
+        return -(-(self.max_model_len + self.drafts) // self.block_tokens)
 
     @property
     def captured_tokens(self) -> list[int]:

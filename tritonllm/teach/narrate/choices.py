@@ -16,13 +16,14 @@ class EngineLimits:
 
     Attributes:
         seats: most requests running.
-        block_size, num_blocks: of the cache.
+        block_tokens: tokens of a block of the cache, over all ranks.
+        num_blocks: of the cache.
         caches: there is a prefix cache.
         host: there is memory of the host's for blocks.
     """
 
     seats: int
-    block_size: int
+    block_tokens: int
     num_blocks: int
     caches: bool
     host: bool
