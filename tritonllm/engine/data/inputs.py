@@ -85,7 +85,9 @@ def make_batch(
         max_decode_len=max_decode_len,
         row_marks=inputs.seats,
     )
-    return Batch(inputs, memory[: layout.sent], SamplingRows(**views(memory, layout.rows)), metadata, draws, by_shards)
+    return Batch(
+        inputs, memory[: layout.sent], SamplingRows(**views(memory, layout.row_spans)), metadata, draws, by_shards
+    )
 
 
 def views(memory: torch.Tensor, spans: Mapping[str, Span]) -> dict[str, torch.Tensor]:
@@ -128,7 +130,7 @@ class StepInbox:
         It is put together in the same memory as the steps before, whose views would take longer to make than to fill.
         The copy begins in memory of its own, since those of the steps before may still be on their way.
         """
-        place(step.inputs, step.size, self._arrays, self._room)
+        place(step.inputs, step.room, self._arrays, self._room)
         host = host_bytes(len(self._here), self._there.device)
         host.numpy()[:] = self._here
         self._there.copy_(host, non_blocking=True)
@@ -211,7 +213,7 @@ def upload_step(
         max_decode_len: see :class:`~tritonllm.layers.metadata.AttentionMetadata`.
     """
     room = StepRoom(step.segments, rows)
-    memory = torch.empty(layout_of(room).size, dtype=torch.uint8, device=device)
+    memory = torch.empty(layout_of(room).num_bytes, dtype=torch.uint8, device=device)
     StepInbox(room, memory).send(step)
     tables = upload_one(step.block_tables, device)
     return make_batch(memory, room, tables, max_decode_len, upload_cascade(step, block_tokens, device))

@@ -79,7 +79,7 @@ class Scheduler:
         block_tokens: tokens of a block, over all ranks that have some of its keys (``EngineConfig.block_tokens``).
         num_blocks: blocks in the pool.
         max_model_len: most tokens of prompt and output together.
-        drafts: of requests in steps of their last tokens, as far as tokens and their lengths allow.
+        drafting: how many drafts requests have in steps of their last tokens, as far as tokens and their lengths allow.
         tier: where blocks are kept in the host's memory; ``None`` for nowhere.
         stages: of a pipeline: so many plans run before the first of them is drawn.
         enable_prefix_caching: reuse the blocks of prompts seen before.
@@ -94,7 +94,7 @@ class Scheduler:
         block_tokens: int,
         num_blocks: int,
         max_model_len: int,
-        drafts: Drafting | None = None,
+        drafting: Drafting | None = None,
         tier: HostTier | None = None,
         stages: int = 1,
         *,
@@ -105,7 +105,7 @@ class Scheduler:
         self.config = config
         self.block_tokens = block_tokens
         self.max_model_len = max_model_len
-        self._drafting = drafts or Drafting()
+        self._drafting = drafting or Drafting()
         beyond = 2 * self._drafting.most + MOST_FORCED  # one more token
         self._most_new_blocks = 1 + -(-beyond // block_tokens)  # of a running request in a step
         self.tier = tier
@@ -218,7 +218,7 @@ class Scheduler:
         scheduled = step.scheduled
         self._serve(step)
         if not scheduled and tier is not None and tier.hurry(self._running):
-            self._serve(step, drafting=False)  # they have the blocks of what they know
+            self._serve(step, may_draft=False)  # they have the blocks of what they know
         if not scheduled and self._running and all(request.held for request in self._running):
             # They wait for siblings, and those for blocks or seats: the last give way.
             step.preempted += self._requests.preempt_last(last_gang(self._running))
@@ -297,12 +297,12 @@ class Scheduler:
             self._requests.end_by_results(request, *ending)
         return request, output[before:]
 
-    def _serve(self, step: Outline, drafting: bool = True) -> None:
+    def _serve(self, step: Outline, may_draft: bool = True) -> None:
         """Plan the running requests in order, and the waiting ones behind those of the same or a higher priority."""
         scheduled, preempted = step.scheduled, step.preempted
         budget, size, at = step.budget, self.block_tokens, 0
         self._prompts = self._new_share()
-        possible, most_drafts = self._drafting.most, self._drafting.now(self._running) if drafting else 0
+        possible, most_drafts = self._drafting.most, self._drafting.now(self._running) if may_draft else 0
         loading, micro_batches = () if self.tier is None else self.tier.loading, self._micro_batches
         micro_batches.begin(self._running)
         place, ended = self._place_of_waiting(), None

@@ -85,7 +85,7 @@ class ModelRunner:
         self.drafts = StepDrafts(config, model, draft, max_model_len, device, proposes=self._pipe.first)
         self.caches = Caches(model, self.drafts.model, config, device)
         history = max_model_len if self.drafts.look_back and self._pipe.first else 0
-        self._seats = DeviceSeats(seats, self._block_tokens, device, drafts=self.drafts.most, history=history)
+        self._seats = DeviceSeats(seats, self._block_tokens, device, most_drafts=self.drafts.most, history=history)
         vocab = model.spec.vocab_size
         self._processors: BatchProcessors | None = None
         if config.logits_processors and team.leads:
