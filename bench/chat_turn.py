@@ -45,7 +45,7 @@ def make_engine(longest: int) -> LLMEngine:
     config = EngineConfig.from_kwargs(
         model="none", max_num_seqs=1, num_blocks=blocks, block_size=BLOCK_SIZE, max_num_batched_tokens=longest
     )
-    scheduler = Scheduler(config.scheduler, config.cache, blocks, longest)
+    scheduler = Scheduler(config.scheduler, config.block_tokens, blocks, longest)
     inputs = InputProcessor(tokenizer, len(tokenizer), longest, frozenset(), 0)
     return LLMEngine(config, Runner(1, Clock(), longest), scheduler, inputs)  # type: ignore[arg-type]
 

@@ -84,7 +84,7 @@ def make_engine(running: int, clock: Clock) -> LLMEngine:
     config = EngineConfig.from_kwargs(
         model="none", max_num_seqs=running, num_blocks=num_blocks, block_size=BLOCK_SIZE, async_scheduling=True
     )
-    scheduler = Scheduler(config.scheduler, config.cache, num_blocks, MAX_MODEL_LEN)
+    scheduler = Scheduler(config.scheduler, config.block_tokens, num_blocks, MAX_MODEL_LEN)
     inputs = InputProcessor(None, 1000, MAX_MODEL_LEN, frozenset({0}), 0)
     engine = LLMEngine(config, Runner(running, clock), scheduler, inputs)  # type: ignore[arg-type]
     for name in ("schedule", "update"):

@@ -29,7 +29,7 @@ class Model:
 
     def __init__(self, folder: Path, max_len: int, dtype: torch.dtype, device: torch.device) -> None:
         config = json.loads((folder / "config.json").read_text())
-        windowed = config.get("sliding_window") and config.get("use_sliding_window", True)
+        windowed = config.get("sliding_window") is not None and config.get("use_sliding_window", True)
         if config["architectures"][0] not in FAMILIES or config["hidden_act"] != "silu" or windowed:
             raise ValueError(f"{folder} must be one of {', '.join(FAMILIES)}, with silu and without sliding_window")
         heads, self.eps = config["num_attention_heads"], config["rms_norm_eps"]

@@ -169,7 +169,7 @@ def test_decodes_that_share_a_prefix():
     own = {"a": 1, "b": 2, "c": 3}
     ones = [item(name, [1] * 11, [8, 9, block], 10, 1, seat=block) for name, block in own.items()]
     chunk = item("d", [1] * 11, [8, 9, 4], 8, 3, seat=0)
-    planner = CascadePlanner(block_size=4, block_bytes=MIN_SAVED_BYTES // 4)
+    planner = CascadePlanner(block_tokens=4, block_bytes=MIN_SAVED_BYTES // 4)
     metadata = upload_step(build(*ones, chunk, planner=planner), 4, 4, CPU).metadata
     cascade = metadata.cascade
     assert cascade.prefix_tables[cascade.prefix_lens > 0].flatten().tolist() == [8, 9]

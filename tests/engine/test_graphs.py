@@ -43,7 +43,7 @@ class Model:
         self.table = torch.randn(50, 2, 16, generator=generator)
         self.cache = KVCacheView(*torch.randn(2, 200, BLOCK, 1, 16, generator=generator))
         self.calls = []
-        self.seats = DeviceSeats(SEATS, BLOCK, CPU, drafts=drafts)
+        self.seats = DeviceSeats(SEATS, BLOCK, CPU, most_drafts=drafts)
 
     def see(self, step):
         """Let the seats be as the steps before would have left them."""
@@ -274,7 +274,7 @@ def test_steps_that_are_taken_together_replay_graphs_of_one_room(shared_graphs, 
     ]
     need = Need.of_all(map(Need.of, steps))
     keys = [graphs.key_for(step, need) for step in steps]
-    assert len({None if key is None else key.room for key in keys}) == 1
+    assert len({None if key is None else key.room_key for key in keys}) == 1
     if keys[0] is None:
         assert need.tokens > 20 or need.chunks == 6
         return

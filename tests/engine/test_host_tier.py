@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from support.scheduling import add, make, make_scheduler, step
 
-from tritonllm.config.engine import CacheConfig, SchedulerConfig
+from tritonllm.config.engine import SchedulerConfig
 from tritonllm.engine.schedule.host_tier import HostTier
 from tritonllm.engine.schedule.rates import Rates
 from tritonllm.engine.schedule.scheduler import Scheduler
@@ -14,8 +14,8 @@ from tritonllm.engine.schedule.scheduler import Scheduler
 
 def tiered(num_blocks=8, num_slots=50, *, caching=True, rates=None, tokens=100):
     config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=tokens)
-    cache = CacheConfig(block_size=4, enable_prefix_caching=caching)
-    return Scheduler(config, cache, num_blocks, 1000, tier=HostTier(num_slots, rates or Rates(block_size=4)))
+    tier = HostTier(num_slots, rates or Rates(block_tokens=4))
+    return Scheduler(config, 4, num_blocks, 1000, tier=tier, enable_prefix_caching=caching)
 
 
 def run(scheduler, token=7):
@@ -256,7 +256,7 @@ def test_two_with_one_prefix_load_it_once():
 
 
 def test_what_is_computed_sooner_is_computed():
-    rates = Rates(block_bytes=1000, block_size=4, bytes_per_second=1.0, seconds_per_token=1.0)
+    rates = Rates(block_bytes=1000, block_tokens=4, bytes_per_second=1.0, seconds_per_token=1.0)
     scheduler = tiered(num_blocks=8, rates=rates)
     for name, length in (("a", 17), ("b", 29)):
         add(scheduler, name, length, length + 1)
@@ -496,7 +496,7 @@ def test_of_a_slot_that_was_stored_twice_the_last_block_is_told():
 
 def test_what_waits_for_the_next_plan_is_not_told_yet():
     """A plan without a step leaves its stores to the next one: until that, the slot has what it had."""
-    tier = HostTier(4, Rates(block_size=4))
+    tier = HostTier(4, Rates(block_tokens=4))
     tier.tells = True
     tier.keep(b"a", 7)
     tier.begin()
@@ -509,7 +509,7 @@ def test_what_waits_for_the_next_plan_is_not_told_yet():
 
 def test_a_batch_stores_one_block_in_a_slot():
     """Its copies have no order among each other."""
-    tier = HostTier(2, Rates(block_size=4))
+    tier = HostTier(2, Rates(block_tokens=4))
     tier.tells = True
     for block in range(5):
         tier.keep(b"%d" % block, block)

@@ -7,7 +7,7 @@ import pytest
 from support.kv_connectors import AskedConnector, FailingConnector
 from support.scheduling import add, make
 
-from tritonllm.config.engine import CacheConfig, SchedulerConfig
+from tritonllm.config.engine import SchedulerConfig
 from tritonllm.config.kv_transfer import KVTransferConfig
 from tritonllm.engine.schedule.host_tier import HostTier
 from tritonllm.engine.schedule.rates import Rates
@@ -21,8 +21,7 @@ class Engine:
 
     def __init__(self, role="kv_both", connector=None, num_slots=20, num_blocks=20, timeout=10.0):
         config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=100)
-        cache = CacheConfig(block_size=4)
-        self.scheduler = Scheduler(config, cache, num_blocks, 1000, tier=HostTier(num_slots, Rates(block_size=4)))
+        self.scheduler = Scheduler(config, 4, num_blocks, 1000, tier=HostTier(num_slots, Rates(block_tokens=4)))
         self.tier = self.scheduler.tier
         self.connector = connector or AskedConnector()
         self.weights = b"weights"

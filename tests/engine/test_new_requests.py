@@ -29,7 +29,7 @@ def test_good_calls():
 
 def new_requests(**ability):
     config = EngineConfig.from_kwargs(model="none", max_num_seqs=4, num_blocks=8, block_size=4)
-    scheduler = Scheduler(config.scheduler, config.cache, 8, 32)
+    scheduler = Scheduler(config.scheduler, config.block_tokens, 8, 32)
     return NewRequests(InputProcessor(None, 50, 32, frozenset({0}), 0), PoolingAbility(**ability), scheduler)
 
 

@@ -26,7 +26,7 @@ def compute(cache, request, upto):
     """What the scheduler and a step do: take the matched blocks and new ones, compute, insert."""
     blocks = cache.match(request)
     cache.pool.retain(blocks)
-    request.block_ids = blocks + cache.pool.allocate_many(-(-upto // cache.block_size) - len(blocks))
+    request.block_ids = blocks + cache.pool.allocate_many(-(-upto // cache.block_tokens) - len(blocks))
     request.num_labelled_blocks = len(blocks)
     request.num_computed_tokens = upto
     cache.insert(request)

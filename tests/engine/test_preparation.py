@@ -44,7 +44,7 @@ def test_graphs_are_captured_for_the_steps_that_may_come(runner):
     """Of the length that the start was told, which is less than before."""
     graphs = captured(runner)
     assert graphs.limits.max_num_seqs == 8 and graphs.limits.token_sizes == [64]
-    assert graphs.limits.max_blocks == 32 // 4 and graphs.limits.block_size == 4
+    assert graphs.limits.max_blocks == 32 // 4 and graphs.limits.block_tokens == 4
     assert not (graphs.limits.drafts or graphs.limits.verified or graphs.limits.by_shards)
     assert graphs.regimes.max_model_len == 32
 

@@ -10,12 +10,12 @@ def test_loading_pays_until_something_else_is_known():
 
 @pytest.mark.parametrize(("seconds_per_token", "pays"), [(0.9, False), (1.1, True)])
 def test_the_sooner_one_wins(seconds_per_token, pays):
-    rates = Rates(block_bytes=16, block_size=16, bytes_per_second=1.0, seconds_per_token=seconds_per_token)
+    rates = Rates(block_bytes=16, block_tokens=16, bytes_per_second=1.0, seconds_per_token=seconds_per_token)
     assert rates.pays(1000) == pays
 
 
 def test_a_copy_takes_some_time_however_short():
-    rates = Rates(block_size=1, seconds_per_token=LATENCY / 10)
+    rates = Rates(block_tokens=1, seconds_per_token=LATENCY / 10)
     assert not rates.pays(9) and rates.pays(11)
 
 

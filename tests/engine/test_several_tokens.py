@@ -70,7 +70,7 @@ def run(tokenizer, params, *, drafts, ahead, seed):
     config = EngineConfig.from_kwargs(
         model="none", max_num_seqs=4, max_num_batched_tokens=16, block_size=4, async_scheduling=ahead
     )
-    scheduler = Scheduler(config.scheduler, config.cache, NUM_BLOCKS, MAX_MODEL_LEN, Drafting(drafts))
+    scheduler = Scheduler(config.scheduler, config.block_tokens, NUM_BLOCKS, MAX_MODEL_LEN, Drafting(drafts))
     luck = random.Random(seed)
     runner = Runner([*letters, *letters, *letters, EOS], lambda count: luck.randint(0, count))
     inputs = InputProcessor(tokenizer, VOCAB_SIZE, MAX_MODEL_LEN, frozenset({EOS}), 0)

@@ -84,7 +84,7 @@ def test_the_planner_counts_bytes(monkeypatch):
     tables = np.array([[5, 6, 1], [5, 6, 2], [5, 6, 3]], dtype=np.int32)
     lens = np.array([9, 9, 9], dtype=np.int32)
     monkeypatch.setattr(shared_prefix, "MIN_SAVED_BYTES", 400)
-    planner = CascadePlanner(block_size=4, block_bytes=100)
+    planner = CascadePlanner(block_tokens=4, block_bytes=100)
     plan = planner.plan(tables, lens)
     assert (planner.may_plan(3, 8), planner.may_plan(3, 7), planner.may_plan(1, 1000)) == (True, False, False)
     assert plan.blocks == 2
@@ -98,7 +98,7 @@ def test_the_planner_counts_bytes(monkeypatch):
     assert plan.prefix_tables[plan.prefix_lens > 0].flatten().tolist() == [5, 6]
     # the second block takes the new token: one block, two reads saved
     assert planner.plan(tables, np.array([9, 8, 9], dtype=np.int32)) is None
-    assert CascadePlanner(block_size=4, block_bytes=99).plan(tables, lens) is None
+    assert CascadePlanner(block_tokens=4, block_bytes=99).plan(tables, lens) is None
 
 
 @pytest.mark.parametrize(

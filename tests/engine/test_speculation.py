@@ -3,7 +3,7 @@
 import pytest
 from support.scheduling import add, make
 
-from tritonllm.config.engine import CacheConfig, EngineConfig, SchedulerConfig, SpeculativeConfig
+from tritonllm.config.engine import EngineConfig, SchedulerConfig, SpeculativeConfig
 from tritonllm.config.speculative import parse_draft
 from tritonllm.engine.data.control import ReadsOutput
 from tritonllm.engine.schedule.scheduler import Scheduler
@@ -12,7 +12,7 @@ from tritonllm.engine.schedule.speculation import MOST_ROWS, PAUSE, DraftCounts,
 
 def make_scheduler(drafting, seats=8, num_blocks=1000):
     config = SchedulerConfig(max_num_seqs=seats, max_num_batched_tokens=512)
-    return Scheduler(config, CacheConfig(block_size=4), num_blocks, 4000, drafting)
+    return Scheduler(config, 4, num_blocks, 4000, drafting)
 
 
 def run(scheduler, steps, accepts):

@@ -42,7 +42,7 @@ def make_runner():
     config = EngineConfig.from_kwargs(model=str(folder), block_size=4, max_num_seqs=8, max_num_batched_tokens=32)
     runner = ModelRunner(load_decoder(folder), config, CPU, max_model_len=80)
     runner.start(NUM_BLOCKS, max_model_len=80)
-    return runner, Scheduler(config.scheduler, config.cache, NUM_BLOCKS, 80)
+    return runner, Scheduler(config.scheduler, config.block_tokens, NUM_BLOCKS, 80)
 
 
 def walk(value, path="step"):
@@ -97,8 +97,8 @@ def test_arrays_lie_apart_and_where_kernels_want_them():
     spans = sorted((span.start, span.end) for span in layout.spans.values())
     assert all(start % ALIGNMENT == 0 for start, _ in spans)
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
-    assert spans[-1][1] <= layout.sent <= min(span.start for span in layout.rows.values())
-    assert max(span.end for span in layout.rows.values()) <= layout.size
+    assert spans[-1][1] <= layout.sent <= min(span.start for span in layout.row_spans.values())
+    assert max(span.end for span in layout.row_spans.values()) <= layout.num_bytes
     arrays = layout.arrays(np.zeros(layout.sent, dtype=np.uint8))
     for name, column in COLUMNS.items():
         assert getattr(arrays, name).dtype == column.dtype
@@ -113,8 +113,8 @@ def test_every_element_is_written():
         results = []
         for filler in (0, 255):
             layout = StepLayout(larger)
-            arrays = layout.arrays(np.full(layout.size, filler, dtype=np.uint8))
-            place(step.inputs, step.size, arrays, larger)
+            arrays = layout.arrays(np.full(layout.num_bytes, filler, dtype=np.uint8))
+            place(step.inputs, step.room, arrays, larger)
             results.append({name: getattr(arrays, name).tolist() for name in COLUMNS})
         assert results[0] == results[1]
         assert results[0]["cu_seqlens_q"][-1] == larger.segments.chunk.tokens
@@ -125,15 +125,15 @@ def test_the_device_sees_what_was_placed():
     """Of one step after the other, and nothing of the one before."""
     larger = room(4, [8, 8], 4)
     layout = StepLayout(larger)
-    memory = torch.full((layout.size,), 255, dtype=torch.uint8)
+    memory = torch.full((layout.num_bytes,), 255, dtype=torch.uint8)
     inbox, there = StepInbox(larger, memory), views(memory, layout.spans)
     for step in (
         dummy_step(4, [8], rows=4, width=1),
         dummy_step(2, [4], rows=3, width=1),
         dummy_step(0, [], rows=0, width=1),
     ):
-        arrays = layout.arrays(np.zeros(layout.size, dtype=np.uint8))
-        place(step.inputs, step.size, arrays, larger)
+        arrays = layout.arrays(np.zeros(layout.num_bytes, dtype=np.uint8))
+        place(step.inputs, step.room, arrays, larger)
         inbox.send(step)
         for name, column in COLUMNS.items():
             tensor = there[name]
@@ -150,7 +150,7 @@ def test_segments_move_apart_with_drafts_between_them():
     arrays |= {"positions": np.arange(10), "logit_rows": np.array([0, 1, 2, 3, 4, 5, 9])}
     arrays |= {"verify_starts": np.array([0, 2, 5], dtype=np.int32), "cu_seqlens_q": np.array([0, 4], dtype=np.int32)}
     layout = StepLayout(larger)
-    placed = layout.arrays(np.full(layout.size, 255, dtype=np.uint8))
+    placed = layout.arrays(np.full(layout.num_bytes, 255, dtype=np.uint8))
     place(StepInputs(**arrays), StepRoom(have, 7), placed, larger)
     assert placed.positions.tolist() == [0, 0, 1, 2, 3, 4, 5, 0, 0, 0, 6, 7, 8, 9, 0, 0]
     assert placed.logit_rows.tolist() == [0, 2, 3, 4, 5, 6, 13, 0]

@@ -12,7 +12,7 @@ from tritonllm.engine.step.step_sizes import StepSizes
 
 SIZES = StepSizes(
     scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=100),
-    block_size=4,
+    block_tokens=4,
     max_model_len=64,
     captures=True,
     host_bound=10**9,
@@ -49,6 +49,6 @@ def test_sizes_of_a_runner(eager):
     model = load_decoder(tiny_checkpoint())
     drafts = StepDrafts(config, model, None, 64, torch.device("cpu"), proposes=True)
     sizes = StepSizes.of(config, model, drafts, 64, UNDIVIDED)
-    assert (sizes.block_size, sizes.max_model_len) == (4, 64)
+    assert (sizes.block_tokens, sizes.max_model_len) == (4, 64)
     assert (sizes.drafts, sizes.verified) == (3, drafts.verified)
     assert sizes.captured_tokens == ([] if eager else [64])

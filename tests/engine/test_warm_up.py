@@ -449,7 +449,7 @@ def test_no_step_comes_twice(monkeypatch, longest):
     for name in ("prefill_step", "decode_step", "verify_step"):
         note = lambda self, *args, name=name, **options: steps.append((name, *args, *options.items()))  # noqa: E731
         monkeypatch.setattr(WarmUp, name, note)
-    sizes = {"block_size": 16, "max_model_len": longest, "max_num_seqs": 256, "max_num_batched_tokens": 8192}
+    sizes = {"block_tokens": 16, "max_model_len": longest, "max_num_seqs": 256, "max_num_batched_tokens": 8192}
     regimes = Regimes(lambda sequences: 900 // sequences, longest)
     limits = StepLimits(**sizes, padded=[8448], drafts=4, verified=100)
     WarmUp(
@@ -483,7 +483,7 @@ def test_what_graphs_will_take_is_that_of_the_largest_steps_of_both_kinds(monkey
             assert width == 1
             self.bytes = 10 * sequences
 
-    sizes = {"block_size": 16, "max_model_len": 4096, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    sizes = {"block_tokens": 16, "max_model_len": 4096, "max_num_seqs": 8, "max_num_batched_tokens": 64}
     warm_up = Counts(None, StepLimits(**sizes, **more), None, META)
     monkeypatch.setattr("tritonllm.engine.step.warm_up.peak_bytes", lambda step, device: step() or warm_up.bytes)
     assert warm_up.captured_bytes(deterministic) == expected

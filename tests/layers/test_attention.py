@@ -48,6 +48,14 @@ def batch(num_decodes: int, chunks: list[int], device: torch.device) -> Attentio
     )
 
 
+@pytest.mark.parametrize("window", [0, -1, True, 4.0])
+def test_no_window_is_none_and_no_number(window):
+    sizes = {"num_heads": HEADS, "num_kv_heads": 1, "head_size": HEAD}
+    assert AttentionSpec(**sizes).window is None and AttentionSpec(**sizes, window=1).window == 1
+    with pytest.raises(ValueError, match=f"window must be an integer of at least 1, got {window}"):
+        AttentionSpec(**sizes, window=window)
+
+
 @pytest.mark.parametrize(("num_decodes", "chunks"), [(3, []), (0, [2, 4]), (2, [3, 1])])
 def test_launches_only_what_there_is(device, num_decodes, chunks):
     layer, metadata = make(device), batch(num_decodes, chunks, device)

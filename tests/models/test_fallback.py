@@ -854,3 +854,6 @@ def test_masks_that_are_refused():
         Mask(lambda batch, head, query, key: query >= 0, own=False).window(8, CPU)
     with pytest.raises(ValueError, match="rule of its own"):
         Mask(causal_mask_function, own=True).window(8, CPU)
+    for window in (0, -1):
+        with pytest.raises(ValueError, match="do not see themselves: sliding_window"):
+            Mask(sliding_window_causal_mask_function(window), own=False).window(8, CPU)

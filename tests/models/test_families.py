@@ -181,6 +181,25 @@ def test_qwen_windows(family, changes, want):
     assert windows(spec_from_config(tiny_config(family, **changes))) == want
 
 
+@pytest.mark.parametrize("window", [0, -1, None])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "smollm3"])
+def test_a_window_that_is_not_used_may_be_any_number(family, window):
+    """transformers writes 0 for Qwen2-MoE without a window."""
+    config = tiny_config(family, use_sliding_window=False, sliding_window=window)
+    assert set(windows(spec_from_config(config))) == {None}
+
+
+WINDOWED = ["mistral", "mixtral", "phi3", "gemma2", "gemma3_text", "cohere2", "exaone4", "gpt_oss", "olmo3"]
+
+
+@pytest.mark.parametrize("window", [0, -1])
+@pytest.mark.parametrize("family", [*WINDOWED, "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "smollm3"])
+def test_a_window_that_is_used_holds_the_token_itself(family, window):
+    config = {**tiny_config(family), "use_sliding_window": True, "sliding_window": window, "max_window_layers": 0}
+    with pytest.raises(ValueError, match=f"sliding_window must be an integer of at least 1, got {window}"):
+        spec_from_config(config)
+
+
 @pytest.mark.parametrize(
     ("changes", "want"),
     [

@@ -46,7 +46,7 @@ def links():
 
 @pytest.fixture
 def engines(links):
-    made = Engines(EngineConfig.from_kwargs(model="none", data_parallel_size=2), Replicas(links, block_size=4))
+    made = Engines(EngineConfig.from_kwargs(model="none", data_parallel_size=2), Replicas(links, block_tokens=4))
     yield made
     made.shutdown()
 
@@ -169,7 +169,7 @@ def test_both_die_at_once(engines, links):
 
 
 def test_the_last_reference_ends_them(links):
-    engines = Engines(EngineConfig.from_kwargs(model="none", data_parallel_size=2), Replicas(links, block_size=4))
+    engines = Engines(EngineConfig.from_kwargs(model="none", data_parallel_size=2), Replicas(links, block_tokens=4))
     engines.add_request("a", [1, 2, 3], PARAMS)
     hand_over(engines, links, 1)
     thread = engines._talk._thread

@@ -60,7 +60,7 @@ class Link:
 
 def links(count=2):
     made = [Link() for _ in range(count)]
-    replicas = Replicas(made, block_size=4)
+    replicas = Replicas(made, block_tokens=4)
     news, deaths = [], []
     replicas.attach(news.append, deaths.append)
     return replicas, made, news, deaths

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
 from support.scheduler_machine import MAX_MODEL_LEN, FakeModel, SchedulerMachine
-from tritonllm.config.engine import CacheConfig
 from tritonllm.engine.data.copy_batches import Transfers
 from tritonllm.engine.data.request import RequestStatus
 from tritonllm.engine.schedule import prompt_budget
@@ -95,13 +94,15 @@ class MachineWithHost(SchedulerMachine):
     )
     def start(self, num_slots, late, luck, least=0, streams=True, **settings):
         super().start(luck=luck, **settings)
-        cache = CacheConfig(block_size=self.block_size, enable_prefix_caching=self.caching)
-        rates = Rates(block_size=self.block_size)
+        rates = Rates(block_tokens=self.block_size)
         if least:  # so many blocks are loaded sooner than computed, fewer are not
             rates.seconds_per_token = LATENCY / self.block_size / (least - 0.5)
         self.tier = HostTier(num_slots, rates)
         self.tier.streams = streams
-        self.scheduler = Scheduler(self.config, cache, self.num_blocks, MAX_MODEL_LEN, Drafting(self.drafts), self.tier)
+        sizes = self.block_size, self.num_blocks, MAX_MODEL_LEN
+        self.scheduler = Scheduler(
+            self.config, *sizes, Drafting(self.drafts), self.tier, enable_prefix_caching=self.caching
+        )
         self.model = ModelWithHost(self.block_size, self.model.accepts)
         self.luck, self.late = luck, late
         self.left = {}  # labels of what those that were preempted had behind their prompts

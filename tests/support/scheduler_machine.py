@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from support.scheduling import has_unfinished
-from tritonllm.config.engine import CacheConfig, SchedulerConfig
+from tritonllm.config.engine import SchedulerConfig
 from tritonllm.config.sampling_params import SamplingParams
 from tritonllm.engine.data.request import Request, RequestStatus
 from tritonllm.engine.schedule import prompt_budget
@@ -164,8 +164,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.patched = pytest.MonkeyPatch()
         self.patched.setattr(prompt_budget, "BESIDE", beside)
         self.config = SchedulerConfig(max_num_seqs=seats, max_num_batched_tokens=seats + more_tokens, policy=policy)
-        cache = CacheConfig(block_size=block_size, enable_prefix_caching=caching)
-        self.scheduler = Scheduler(self.config, cache, num_blocks, MAX_MODEL_LEN, Drafting(drafts), stages=stages)
+        sizes = block_size, num_blocks, MAX_MODEL_LEN
+        self.scheduler = Scheduler(self.config, *sizes, Drafting(drafts), stages=stages, enable_prefix_caching=caching)
         self.model = FakeModel(block_size, lambda count: luck.randint(0, count))
         self.drafts = drafts
         self.block_size, self.num_blocks, self.num_slots = block_size, num_blocks, num_blocks * block_size

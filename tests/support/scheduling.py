@@ -2,7 +2,7 @@
 
 import zlib
 
-from tritonllm.config.engine import CacheConfig, SchedulerConfig
+from tritonllm.config.engine import SchedulerConfig
 from tritonllm.config.sampling_params import SamplingParams
 from tritonllm.engine.data.request import Request
 from tritonllm.engine.schedule.scheduler import Scheduler
@@ -13,8 +13,8 @@ def make_scheduler(
     num_blocks=100, *, block_size=4, seats=8, tokens=100, policy="fcfs", caching=True, max_model_len=1000, drafts=0
 ):
     config = SchedulerConfig(max_num_seqs=seats, max_num_batched_tokens=tokens, policy=policy)
-    cache = CacheConfig(block_size=block_size, enable_prefix_caching=caching)
-    return Scheduler(config, cache, num_blocks, max_model_len, Drafting(drafts))
+    sizes = block_size, num_blocks, max_model_len
+    return Scheduler(config, *sizes, Drafting(drafts), enable_prefix_caching=caching)
 
 
 def make(name, prompt, max_total_tokens=None, *, eos=(), priority=0, arrival=0, salt=None, **params):

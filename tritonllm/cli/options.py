@@ -62,7 +62,7 @@ ENGINE: dict[str, dict[str, Any]] = {
         "help": "which files (default: auto, safetensors before pt); dummy: random weights, when only speed matters",
     },
     "max-model-len": {"type": int, "metavar": "N", "help": "most tokens of prompt and output together"},
-    "block-size": {"type": int, "metavar": "N", "help": "tokens per block of the KV cache (default: 16)"},
+    "block-size": {"type": int, "metavar": "N", "help": "tokens per block of a rank's KV cache (default: 16)"},
     "num-blocks": {"type": int, "metavar": "N", "help": "blocks of the KV cache (default: as many as fit)"},
     "gpu-memory-utilization": {"type": float, "metavar": "X", "help": "part of the GPU's memory to use (default: 0.9)"},
     "max-num-seqs": {"type": int, "metavar": "N", "help": "most requests running at once (default: 256)"},

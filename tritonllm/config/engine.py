@@ -116,7 +116,8 @@ class CacheConfig:
     """The paged KV cache.
 
     Args:
-        block_size: tokens per block.
+        block_size: keys in a block of one rank's cache. Where ranks split the keys of each sequence
+            (``decode_context_parallel_size``), a block has so many tokens on each (``EngineConfig.block_tokens``).
         num_blocks: blocks in the pool; by default what fits ``gpu_memory_utilization`` (GPU) or ``cpu_cache_bytes``.
         gpu_memory_utilization: fraction of the GPU's memory for weights, activations and cache together.
         cpu_cache_bytes: size of the cache on the CPU path, bytes.

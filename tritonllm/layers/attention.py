@@ -6,6 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from tritonllm.config.checks import at_least
 from tritonllm.dist.group import ALONE, Group
 from tritonllm.kernels import (
     BoundLayer,
@@ -72,6 +73,7 @@ class AttentionSpec:
     causal: bool = True
 
     def __post_init__(self) -> None:
+        at_least("window", self.window, 1)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
         if self.head_size % 8 or not 16 <= self.head_size <= 512:

@@ -100,12 +100,13 @@ class Mask:
         zero = keys.new_zeros(())
         # From the end backwards in growing steps: a chunk or block of any size shows as a window of another length.
         queries = [length - 1, *(length - 1 - (1 << bit) for bit in range((length - 1).bit_length()))]
-        window = 0
+        window = int(self.visible(zero, zero, keys.new_tensor(length - 1), keys).expand(length).sum())
         for query in queries:
             visible = self.visible(zero, zero, keys.new_tensor(query), keys).expand(length)
             if bool(visible[query + 1 :].any()):
                 raise ValueError("its attention is not causal")
-            window = window or int(visible.sum())
+            if not bool(visible[query]):
+                raise ValueError("its tokens do not see themselves: sliding_window must be null (none) or at least 1")
             if not torch.equal(visible, (keys <= query) & (keys > query - window)):
                 raise ValueError(
                     f"in sequences of {length} tokens its mask is neither causal nor a sliding window; if it "

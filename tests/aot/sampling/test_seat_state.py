@@ -27,7 +27,7 @@ def test_compiles_once_for_all_sizes_of_steps(arch, seats):
             of_decodes = zeros(decodes, torch.int32, torch.int64, torch.int64, torch.int32)
             batch = Decodes(*of_decodes, torch.zeros(decodes, width, dtype=torch.int32))
             drawn = torch.zeros(seats, dtype=torch.int64)
-            advance_seats(state, parameters, step, rows_of(rows), batch, drawn, block_size=16)
+            advance_seats(state, parameters, step, rows_of(rows), batch, drawn, block_tokens=16)
     assert_resources(kernels)
     assert len({kernel.asm["llir"] for kernel in kernels}) == 1
 
@@ -48,5 +48,5 @@ def test_compiles_with_drafts_and_limits(each):
     }
     with compile_kernels(90, every=1) as kernels:
         drawn = torch.zeros(64, dtype=torch.int64)
-        advance_seats(state, parameters, step, rows_of(8), batch, drawn, block_size=16, **optional)
+        advance_seats(state, parameters, step, rows_of(8), batch, drawn, block_tokens=16, **optional)
     assert_resources(kernels)

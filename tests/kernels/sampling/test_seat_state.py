@@ -19,7 +19,7 @@ def sampling_rows(count, generator, device):
     )
 
 
-def make_case(seats, rows, decodes, padding, before, most, each, block_size, seed, device):
+def make_case(seats, rows, decodes, padding, before, most, each, block_tokens, seed, device):
     """State, inputs and what was drawn. Some rows are known to the host, some only to the device. ``each`` tokens of a
     decode, ``most`` of a row that was verified."""
     g = torch.Generator().manual_seed(seed)
@@ -31,7 +31,7 @@ def make_case(seats, rows, decodes, padding, before, most, each, block_size, see
     row_seats = torch.full((seats,), -1)
     row_seats[:before] = torch.randperm(seats, generator=g)[:before]
     row_seats[integers(0, 2, seats).bool()] = -1
-    furthest = width * block_size - each
+    furthest = width * block_tokens - each
     positions = integers(0, max(1, furthest - most), seats)
     state = SeatState(*(t.to(device, torch.int32) for t in (integers(0, 999, seats), positions, row_seats)))
     mine = torch.full((rows,), -1)
@@ -56,7 +56,7 @@ def make_case(seats, rows, decodes, padding, before, most, each, block_size, see
     verdict = Verdict(integers(0, 2**31, count, most).to(device), integers(-1, most, count).to(device))
     limits = integers(1, furthest, rows).to(device, torch.int32)
     optional = {"verdict": verdict, "limits": limits, "drafts": integers(0, each, rows).to(device, torch.int32)}
-    optional["history"] = integers(0, 999, seats, width * block_size // 2 + 1).to(device, torch.int32)
+    optional["history"] = integers(0, 999, seats, width * block_tokens // 2 + 1).to(device, torch.int32)
     return (state, parameters, step, out, batch, drawn), optional
 
 
@@ -79,18 +79,18 @@ def assert_same(found, expected):
     sizes=st.tuples(*(st.integers(low, 40) for low in (1, 0, 0, 0, 0))),
     most=st.integers(1, 4),
     each=st.integers(1, 4),
-    block_size=st.integers(1, 16),
+    block_tokens=st.integers(1, 16),
     given_=st.sets(st.sampled_from(["verdict", "limits", "drafts", "history"])),
     seed=st.integers(0, 999),
 )
-def test_matches_reference(device, sizes, most, each, block_size, given_, seed):
-    arguments, optional = make_case(*sizes, most, each, block_size, seed, device)
+def test_matches_reference(device, sizes, most, each, block_tokens, given_, seed):
+    arguments, optional = make_case(*sizes, most, each, block_tokens, seed, device)
     if "limits" not in given_:
         given_ -= {"drafts"}
     optional = {name: value for name, value in optional.items() if name in given_}
     expected, wanted = copy_of(arguments), copies(optional)
-    advance_seats_ref(*expected, **wanted, block_size=block_size)
-    advance_seats(*arguments, **optional, block_size=block_size)
+    advance_seats_ref(*expected, **wanted, block_tokens=block_tokens)
+    advance_seats(*arguments, **optional, block_tokens=block_tokens)
     assert_same(arguments, expected)
     for name in given_ - {"verdict"}:
         assert torch.equal(optional[name], wanted[name]), name
@@ -103,9 +103,9 @@ def test_the_same_step_again_changes_nothing(device, each):
     """A graph's rehearsal runs it before its first replay, and draws what nobody wants."""
     arguments, optional = make_case(20, 12, 8, 2, 15, 1, each, 4, 0, device)
     options = {name: optional[name] for name in ("limits", "drafts")}
-    advance_seats(*arguments, **options, block_size=4)
+    advance_seats(*arguments, **options, block_tokens=4)
     expected, drafts = copy_of(arguments), options["drafts"].clone()
-    advance_seats(*arguments[:-1], torch.full_like(arguments[-1], 77), **options, block_size=4)
+    advance_seats(*arguments[:-1], torch.full_like(arguments[-1], 77), **options, block_tokens=4)
     seats = expected[2].seats[expected[2].seats >= 0].long()
     expected[0].last_tokens[seats] = arguments[0].last_tokens[seats]  # settled anew with the next step
     assert_same(arguments, expected)
@@ -126,7 +126,7 @@ def test_steps_follow_each_other(device):
     tables = torch.tensor([[5, 6], [7, 8]], dtype=torch.int32, device=device)
     drawn, history = one(0, 0, dtype=torch.int64), torch.zeros(3, 6, dtype=torch.int32, device=device)
     verdict = Verdict(torch.zeros(2, 3, dtype=torch.int64, device=device), one(-1, -1, dtype=torch.int64))
-    options = {"block_size": 4, "verdict": verdict, "history": history}
+    options = {"block_tokens": 4, "verdict": verdict, "history": history}
     first = Decodes(one(9), *places(1, 1), one(0), tables[:1])
     rows = StepRows(one(2, 0), one(2, 3), one(0, 4, dtype=torch.int64))
     advance_seats(state, parameters, rows, out, first, drawn, **options, limits=one(7, 7))
@@ -162,7 +162,7 @@ def test_steps_follow_each_other(device):
     [
         ({"drawn": torch.zeros(3)}, "drawn must be torch.int64"),
         ({"drawn": torch.zeros(9).long()}, "drawn must have at most 8 rows"),
-        ({"block_size": 0}, "block_size must be at least 1"),
+        ({"block_tokens": 0}, "block_tokens must be at least 1"),
         ({"limits": torch.zeros(3).int()}, "limits must"),
         ({"drafts": torch.zeros(3).int()}, "drafts must"),
         ({"history": torch.zeros(3, 4).int()}, "history must"),
@@ -170,7 +170,7 @@ def test_steps_follow_each_other(device):
 )
 def test_bad_arguments(device, change, message):
     arguments, _ = make_case(8, 4, 2, 0, 8, 1, 1, 4, 0, device)
-    options = {"block_size": 4, **change}
+    options = {"block_tokens": 4, **change}
     drawn = options.pop("drawn", arguments[-1])
     options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
     with pytest.raises(ValueError, match=message):
@@ -186,8 +186,8 @@ def test_bad_verdicts_and_tokens(device):
         (Verdict(ids, accepted.int()), "verdict.accepted must be torch.int64"),
     ):
         with pytest.raises(ValueError, match=message):
-            advance_seats(*arguments, verdict=verdict, block_size=4)
+            advance_seats(*arguments, verdict=verdict, block_tokens=4)
     *front, decodes, drawn = arguments
     uneven = decodes._replace(ids=torch.cat([decodes.ids, decodes.ids[:1]]))
     with pytest.raises(ValueError, match="equally many for each of 4 decodes, got 5"):
-        advance_seats(*front, uneven, drawn, block_size=4)
+        advance_seats(*front, uneven, drawn, block_tokens=4)

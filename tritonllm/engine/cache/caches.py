@@ -41,7 +41,7 @@ class Caches:
         self.copies: list[BlockCopies] = []
         self.host: HostCopies | None = None
         self._draft, self._config, self._device = draft, config, device
-        # keys of a block here, of the model and of a draft model: that one is whole on every rank
+        # Keys of a block in the caches here. A draft model is whole on every rank, and so its block has all tokens.
         self._block_sizes = config.cache.block_size, config.block_tokens
 
     @property

@@ -10,7 +10,7 @@ from tritonllm.models.interface import ModelFacts
 
 
 def block_bytes(spec: ModelFacts, dtype: torch.dtype, block_size: int) -> int:
-    """Bytes of one block over all layers, keys and values."""
+    """Bytes of one block over all layers, keys and values, with ``block_size`` keys in each layer."""
     return 2 * spec.num_layers * block_size * spec.num_kv_heads * spec.head_size * dtype.itemsize
 
 
@@ -25,6 +25,7 @@ def make_cache(
     """A view for each layer, and what copies blocks in all of them.
 
     Args:
+        block_size: keys of a block in this cache: of a model whose ranks split the keys, this rank's.
         memory: where the cache lies; by default with torch.
     """
     shape = (spec.num_layers, 2, num_blocks, block_size, spec.num_kv_heads, spec.head_size)

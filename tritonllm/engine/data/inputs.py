@@ -86,7 +86,9 @@ def make_batch(
         max_decode_len=max_decode_len,
         row_marks=inputs.seats,
     )
-    return Batch(inputs, memory[: layout.sent], SamplingRows(**views(memory, layout.rows)), metadata, draws, by_shards)
+    return Batch(
+        inputs, memory[: layout.sent], SamplingRows(**views(memory, layout.row_spans)), metadata, draws, by_shards
+    )
 
 
 def views(memory: torch.Tensor, spans: Mapping[str, Span]) -> dict[str, torch.Tensor]:
@@ -129,7 +131,7 @@ class StepInbox:
         It is put together in the same memory as the steps before, whose views would take longer to make than to fill.
         The copy begins in memory of its own, since those of the steps before may still be on their way.
         """
-        place(step.inputs, step.size, self._arrays, self._room)
+        place(step.inputs, step.room, self._arrays, self._room)
         host = host_bytes(len(self._here), self._there.device)
         host.numpy()[:] = self._here
         self._there.copy_(host, non_blocking=True)
@@ -159,22 +161,23 @@ def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Ten
     ]
 
 
-def upload_cascade(step: Step, block_size: int, device: torch.device, room: int = 0) -> CascadePlan | None:
+def upload_cascade(step: Step, block_tokens: int, device: torch.device, room: int = 0) -> CascadePlan | None:
     """Where the decodes' keys are, if they share some.
 
     Args:
+        block_tokens: how many tokens a block holds; no ranks split its keys where some are shared.
         room: how many decodes the memory that the plan goes to has room for, if they are more.
     """
     if step.shared is None:
         return None
     n = step.segments.decode.sequences
     parts = cascade_parts(max(n, room))
-    arrays = cascade_arrays(step.shared, step.block_tables[:n], step.inputs.seq_lens[:n], block_size, parts)
+    arrays = cascade_arrays(step.shared, step.block_tables[:n], step.inputs.seq_lens[:n], block_tokens, parts)
     return CascadePlan(*upload(arrays, device))
 
 
 def cascade_arrays(
-    shared: SharedPrefix, tables: np.ndarray, seq_lens: np.ndarray, block_size: int, parts: int
+    shared: SharedPrefix, tables: np.ndarray, seq_lens: np.ndarray, block_tokens: int, parts: int
 ) -> tuple[np.ndarray, ...]:
     """What :func:`~tritonllm.kernels.plan_cascade` makes of ``tables[B, M]`` and ``seq_lens[B]``, without torch; with
     the shared keys in so many ``parts``.
@@ -186,31 +189,32 @@ def cascade_arrays(
     each = -(-blocks // parts)
     prefix = np.zeros(parts * each, dtype=np.int32)
     prefix[:blocks] = tables[shares.argmax(), :blocks]
-    before = np.arange(parts, dtype=np.int32) * (each * block_size)
+    before = np.arange(parts, dtype=np.int32) * (each * block_tokens)
     suffix, own = tables.copy(), width - blocks
     suffix[shares, :own] = tables[shares, blocks:]
     suffix[shares, own:] = 0
     return (
         prefix.reshape(parts, each),
-        np.clip(blocks * block_size - before, 0, each * block_size).astype(np.int32),
+        np.clip(blocks * block_tokens - before, 0, each * block_tokens).astype(np.int32),
         np.arange(parts + 1, dtype=np.int32) * np.int32(batch),
         suffix,
-        seq_lens - shares.astype(np.int32) * np.int32(blocks * block_size),
+        seq_lens - shares.astype(np.int32) * np.int32(blocks * block_tokens),
         shares,
     )
 
 
 def upload_step(
-    step: Step, rows: int, block_size: int, device: torch.device, max_decode_len: int | None = None
+    step: Step, rows: int, block_tokens: int, device: torch.device, max_decode_len: int | None = None
 ) -> Batch:
     """A step in memory of its own, without waiting for the device.
 
     Args:
         rows: room for sequences that are sampled from, of which the step's own are the first.
+        block_tokens: tokens of a block, over all ranks.
         max_decode_len: see :class:`~tritonllm.layers.metadata.AttentionMetadata`.
     """
     room = StepRoom(step.segments, rows)
-    memory = torch.empty(layout_of(room).size, dtype=torch.uint8, device=device)
+    memory = torch.empty(layout_of(room).num_bytes, dtype=torch.uint8, device=device)
     StepInbox(room, memory).send(step)
     tables = upload_one(step.block_tables, device)
-    return make_batch(memory, room, tables, max_decode_len, upload_cascade(step, block_size, device))
+    return make_batch(memory, room, tables, max_decode_len, upload_cascade(step, block_tokens, device))

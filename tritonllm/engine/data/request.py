@@ -98,7 +98,7 @@ class Request:
             least so many, if those may accept drafts.
         num_cached_tokens: how many of them the prefix cache gave at the first admission; ``None`` before it.
         admitted_time: when the request was first admitted, in seconds of ``time.monotonic()``.
-        block_ids: the block table: token i lives in block ``block_ids[i // block_size]``.
+        block_ids: the block table: token i lives in block ``block_ids[i // block_tokens]``.
         tail: where the last computed tokens are that fill no block, if another sequence has computed them
             (:mod:`tritonllm.engine.schedule.gang`); it is copied to the next of the ``block_ids``.
         block_hashes: digests of the leading full blocks, as far as they were needed.

@@ -195,8 +195,8 @@ class Step:
         return len(self.inputs.logit_rows)
 
     @property
-    def size(self) -> StepRoom:
-        """How much of everything it has."""
+    def room(self) -> StepRoom:
+        """How much of everything it has, and so the least room that holds it."""
         return StepRoom(self.segments, self.num_rows)
 
     @property

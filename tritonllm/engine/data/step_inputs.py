@@ -169,13 +169,14 @@ class StepLayout:
     Attributes:
         spans: where each array of :class:`StepInputs` lies in the memory.
         sent: how many bytes these arrays take, which are sent from the host.
-        rows: where each array of the rows' :class:`SamplingParameters` lies, which the device makes.
-        size: how many bytes all of them take.
+        row_spans: where each array of the rows' :class:`SamplingParameters` lies, which the device makes.
+        num_bytes: how many bytes all of them take.
     """
 
     def __init__(self, room: StepRoom) -> None:
         self.spans, self.sent = spans_of(COLUMNS, {name: room.count(column.per) for name, column in COLUMNS.items()})
-        self.rows, self.size = spans_of(PARAMETERS, dict.fromkeys(PARAMETERS, room.rows), self.sent)
+        rows = dict.fromkeys(PARAMETERS, room.rows)
+        self.row_spans, self.num_bytes = spans_of(PARAMETERS, rows, self.sent)
 
     def arrays(self, memory: np.ndarray) -> StepInputs[np.ndarray]:
         """What is sent, in ``memory[sent]`` uint8."""
@@ -187,14 +188,15 @@ def layout_of(room: StepRoom) -> StepLayout:
     return StepLayout(room)
 
 
-def place(inputs: StepInputs[np.ndarray], size: StepRoom, into: StepInputs[np.ndarray], room: StepRoom) -> None:
-    """Write every element of the arrays of a step, whose size ``room`` holds: each segment, and padding up to the next.
+def place(inputs: StepInputs[np.ndarray], own: StepRoom, into: StepInputs[np.ndarray], room: StepRoom) -> None:
+    """Write every element of the arrays of a step that has ``own`` into a ``room`` that holds as much: each segment,
+    and padding up to the next.
 
     The padded prompt tokens are dealt out to chunks that are not there, at least one: they read whatever lies in
     block 0 and store nothing, so every row of the step is an ordinary, finite one. So are padded drafts dealt out. A
     padded decode has length 0.
     """
-    have, rows = size
+    have, rows = own
     exact = have == room.segments
     at_once = exact or room.segments.only_decodes  # all segments but one are empty
     for values, out, column in zip(_arrays_of(inputs), _arrays_of(into), COLUMNS.values(), strict=True):

@@ -57,12 +57,12 @@ class EagleDrafter(DraftModel):
         self._features = torch.zeros(seats + 1, drafts + 2, hidden, dtype=model.dtype, device=device)
         self._firsts = torch.full((seats + 1,), NOWHERE, dtype=torch.int64, device=device)
         self.extra_bytes = 2 * hidden * model.dtype.itemsize
-        self._block_size = 1
+        self._block_tokens = 1  # as many as keys in a block of the head's cache: a head is whole on every rank
         self._of_blocks = torch.zeros(2, 1, hidden, dtype=model.dtype, device=device)
 
     def take_cache(self, cache: Sequence[KVCacheView]) -> None:
         super().take_cache(cache)
-        blocks, self._block_size = cache[0].k.shape[:2] if cache else (0, 1)
+        blocks, self._block_tokens = cache[0].k.shape[:2] if cache else (0, 1)
         # states of each block's last token (0), and of the last one of an unfinished block (1); and of nobody's
         self._of_blocks = self._features.new_zeros(2, blocks + 1, self._features.shape[2])
 
@@ -146,13 +146,13 @@ class EagleDrafter(DraftModel):
 
     def _note_blocks(self, slots: torch.Tensor, hidden: torch.Tensor) -> None:
         """States of tokens that end a block."""
-        size, nobody = self._block_size, self._of_blocks.shape[1] - 1
+        size, nobody = self._block_tokens, self._of_blocks.shape[1] - 1
         ends = (slots >= 0) & (slots % size == size - 1)
         self._of_blocks[0, torch.where(ends, slots // size, nobody)] = hidden
 
     def _continue_chunks(self, batch: Batch, before: torch.Tensor, hidden: torch.Tensor) -> None:
         """Write into ``before`` the states before the chunks' first tokens, and note those of their last ones."""
-        inputs, (decode, _, _), size = batch.inputs, batch.metadata.segments, self._block_size
+        inputs, (decode, _, _), size = batch.inputs, batch.metadata.segments, self._block_tokens
         count, nobody = len(hidden), self._of_blocks.shape[1] - 1
         bounds = decode.tokens + inputs.cu_seqlens_q.long()
         first, last = bounds[:-1], bounds[1:] - 1
@@ -171,15 +171,15 @@ class EagleDrafter(DraftModel):
         Where a block begins, that of the block before it, which is right also for one that was found in the cache."""
         row, positions = self._rows_of(seats), positions.long()
         at = positions - 1 - self._firsts[row]
-        known = (at >= 0) & (at < self._features.shape[1]) & (positions % self._block_size != 0)
+        known = (at >= 0) & (at < self._features.shape[1]) & (positions % self._block_tokens != 0)
         of_seats = self._features[row, at.clamp(0, self._features.shape[1] - 1)]
         return torch.where(known[:, None], of_seats, self._behind_blocks(positions, tables))
 
     def _behind_blocks(self, positions: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
         """States of the places before these positions, as far as they are kept with blocks; zeros for position 0."""
-        place = (positions - 1).clamp(0, tables.shape[1] * self._block_size - 1) // self._block_size
+        place = (positions - 1).clamp(0, tables.shape[1] * self._block_tokens - 1) // self._block_tokens
         block = tables.gather(1, place[:, None])[:, 0].long()
-        unfinished = (positions % self._block_size != 0).long()
+        unfinished = (positions % self._block_tokens != 0).long()
         return self._of_blocks[unfinished, block] * (positions > 0)[:, None]
 
     def _rows_of(self, seats: torch.Tensor) -> torch.Tensor:

@@ -141,7 +141,7 @@ class Announcer(Events):
         name = request.request_id
         admitted, before, table = self._table(request)
         if admitted:
-            before = item.start // self._scheduler.block_size
+            before = item.start // self._scheduler.block_tokens
         return Part(
             sequence_id=name,
             request_id=self._owner(name),

@@ -374,7 +374,7 @@ def _check_room(scheduler: Scheduler, beam_width: int, length: int, longest: int
     Raises:
         ValueError: they cannot.
     """
-    size, blocks, seats = scheduler.block_size, scheduler.pool.num_blocks, scheduler.config.max_num_seqs
+    size, blocks, seats = scheduler.block_tokens, scheduler.pool.num_blocks, scheduler.config.max_num_seqs
     shared = length // size
     needed = shared + beam_width * (-(-longest // size) - shared + 1)
     if beam_width > seats:

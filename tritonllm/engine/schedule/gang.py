@@ -18,9 +18,10 @@ from tritonllm.engine.data.request import Request, RequestStatus
 from tritonllm.engine.schedule.block_pool import BlockPool
 
 
-def fork(parent: Request, child: Request, pool: BlockPool, block_size: int, has: int = 0) -> None:
-    """Let ``child`` share all that ``parent`` has computed, by reference. It holds none but so many of the first."""
-    full, rest = divmod(parent.num_computed_tokens, block_size)
+def fork(parent: Request, child: Request, pool: BlockPool, block_tokens: int, has: int = 0) -> None:
+    """Let ``child`` share all that ``parent`` has computed, by reference. It holds none but so many of the first.
+    ``block_tokens`` are a block's tokens over all ranks, here and in this file."""
+    full, rest = divmod(parent.num_computed_tokens, block_tokens)
     child.block_ids = parent.block_ids[:full]
     if rest:
         child.tail = parent.block_ids[full] if full < len(parent.block_ids) else parent.tail
@@ -33,7 +34,7 @@ def fork(parent: Request, child: Request, pool: BlockPool, block_size: int, has:
         child.num_cached_tokens, child.admitted_time = child.num_computed_tokens, parent.admitted_time
 
 
-def move(child: Request, parent: Request, pool: BlockPool, block_size: int) -> None:
+def move(child: Request, parent: Request, pool: BlockPool, block_tokens: int) -> None:
     """Move a child that has blocks to a parent's, as :func:`free` and :func:`fork`; takes no time in those that both
     have."""
     both = 0
@@ -41,10 +42,10 @@ def move(child: Request, parent: Request, pool: BlockPool, block_size: int) -> N
         if mine != theirs:
             break
         both += 1
-    both = min(both, parent.num_computed_tokens // block_size)
+    both = min(both, parent.num_computed_tokens // block_tokens)
     del child.block_ids[:both]
     free(child, pool)
-    fork(parent, child, pool, block_size, both)
+    fork(parent, child, pool, block_tokens, both)
 
 
 def free(request: Request, pool: BlockPool) -> None:
@@ -68,24 +69,24 @@ def parent_in(scheduled: Sequence[ScheduledRequest], request: Request) -> Reques
     return None
 
 
-def room_for(request: Request, block_size: int) -> tuple[int, int]:
+def room_for(request: Request, block_tokens: int) -> tuple[int, int]:
     """Seats that ``request`` and its siblings need, and blocks that the siblings need beside its own.
 
     Once one of them runs, the others follow as they fit.
     """
-    full = len(request.prompt_token_ids) // block_size
+    full = len(request.prompt_token_ids) // block_tokens
     others = [s for s in request.siblings if s is not request and not s.status.is_finished]
     if not others or any(s.status is RequestStatus.RUNNING for s in others):
         return 1, 0
-    return 1 + len(others), 1 + sum(s.num_tokens // block_size + 1 - full for s in others)
+    return 1 + len(others), 1 + sum(s.num_tokens // block_tokens + 1 - full for s in others)
 
 
-def prompt_blocks(request: Request, block_size: int) -> list[int]:
+def prompt_blocks(request: Request, block_tokens: int) -> list[int]:
     """Full blocks of the prompt that a running sibling has; what stands for the prefix cache where there is none."""
     for sibling in request.siblings:
         if sibling.status is RequestStatus.RUNNING:
             shared = min(sibling.num_computed_tokens, len(request.prompt_token_ids), request.num_tokens - 1)
-            return sibling.block_ids[: shared // block_size]
+            return sibling.block_ids[: shared // block_tokens]
     return []
 
 

@@ -175,7 +175,7 @@ class HostTier:
             if label not in self._slot_of:
                 self.keep(label, block, fills=fills)
 
-    def keep_own(self, requests: Sequence[Request], block_size: int) -> None:
+    def keep_own(self, requests: Sequence[Request], block_tokens: int) -> None:
         """Store the full blocks of sequences of one user's request that are being preempted together, where no prefix
         cache names them, with this plan: launched steps have computed them, and they are given to others now. Or none
         of them, and give up what siblings left before: if there is no room for all, if a sibling that waits has lost
@@ -184,12 +184,12 @@ class HostTier:
         prompts: set[bytes] = set()
         blocks: dict[bytes, int] = {}
         for request in requests:
-            prompt, own = own_labels(request, block_size)
-            computed = min(request.num_computed_tokens, request.num_tokens - 1) // block_size
+            prompt, own = own_labels(request, block_tokens)
+            computed = min(request.num_computed_tokens, request.num_tokens - 1) // block_tokens
             blocks.update(zip([*prompt, *own][:computed], request.block_ids, strict=False))
             prompts.update(prompt)
         swap = self._swaps.of(requests[0])
-        lost = any(swap.lacks(sibling, block_size) for sibling in requests[0].siblings)
+        lost = any(swap.lacks(sibling, block_tokens) for sibling in requests[0].siblings)
         room = self.num_slots - len(self._lent)
         if lost or self._loads or len({*swap.labels, *blocks}) > room:
             self._give_up_swap(requests[0])
@@ -201,13 +201,13 @@ class HostTier:
         own = [label for label in blocks if label not in prompts]
         self._swaps.leave(requests[0], [label for label in blocks if label in prompts], own)
 
-    def find_own(self, request: Request, block_size: int, there: int) -> list[int]:
+    def find_own(self, request: Request, block_tokens: int, there: int) -> list[int]:
         """The slots of what a request that comes back has left here, behind the first blocks, which are there.
 
         None if computing is sooner done than copying all that it and its siblings have left. The first of them that
         comes back decides that for all.
         """
-        prompt, own = own_labels(request, block_size)
+        prompt, own = own_labels(request, block_tokens)
         slots, swap = self.find([*prompt, *own][there:]), self._swaps.of(request)
         others = len(swap.own.keys() - own)
         if not swap.returns and not self.rates.pays(len(slots) + others):

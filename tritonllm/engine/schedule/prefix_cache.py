@@ -21,7 +21,7 @@ class PrefixCache:
     """Labels full blocks of ``pool`` by their contents, and looks them up. The blocks' life stays with the pool.
 
     Args:
-        block_size: tokens per block.
+        block_tokens: tokens of a block, over all ranks.
         pool: the blocks.
         tier: keeps copies of all that is labelled; ``None`` for no second tier.
 
@@ -30,8 +30,8 @@ class PrefixCache:
         hits: how many of them were found.
     """
 
-    def __init__(self, block_size: int, pool: BlockPool, tier: HostTier | None = None) -> None:
-        self.block_size = block_size
+    def __init__(self, block_tokens: int, pool: BlockPool, tier: HostTier | None = None) -> None:
+        self.block_tokens = block_tokens
         self.pool = pool
         self._tier = tier
         self.queries = 0
@@ -49,7 +49,7 @@ class PrefixCache:
         """The digests of the full blocks that :meth:`match` looks for, those of the request's leading tokens."""
         if request.computes_all:
             return []
-        return self._digests(request, (request.num_tokens - 1) // self.block_size)
+        return self._digests(request, (request.num_tokens - 1) // self.block_tokens)
 
     def insert(self, request: Request, *, planning: bool = False) -> None:
         """Make those of the request's blocks available whose tokens are all known and computed.
@@ -61,9 +61,9 @@ class PrefixCache:
             planning: the step that is being planned computes their last tokens; else it is one that was launched.
         """
         done = request.num_labelled_blocks
-        if request.num_computed_tokens < (done + 1) * self.block_size:  # asked of each request in each step
+        if request.num_computed_tokens < (done + 1) * self.block_tokens:  # asked of each request in each step
             return
-        full = min(request.num_computed_tokens, request.num_tokens) // self.block_size
+        full = min(request.num_computed_tokens, request.num_tokens) // self.block_tokens
         if full > done:
             new = dict(zip(self._digests(request, full)[done:], request.block_ids[done:full], strict=True))
             for digest, block in new.items():
@@ -99,7 +99,7 @@ class PrefixCache:
 
     def _digests(self, request: Request, count: int) -> list[bytes]:
         """Digests of the request's first ``count`` full blocks; each one is computed once in a request's life."""
-        hashes, size = request.block_hashes, self.block_size
+        hashes, size = request.block_hashes, self.block_tokens
         if len(hashes) < count:
             data, step = request.packed(len(hashes) * size, count * size), size * PACKED_BYTES
             parent = hashes[-1] if hashes else self._root(request)

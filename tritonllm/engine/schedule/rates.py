@@ -13,14 +13,14 @@ class Rates:
 
     Attributes:
         block_bytes: how many bytes one block takes in all layers.
-        block_size: how many tokens a block holds.
+        block_tokens: how many tokens a block holds, over all ranks.
         bytes_per_second: how fast blocks are loaded; measured at the start.
         seconds_per_token: how long a prompt's token takes, an average over large steps; 0 as long as there was none:
             then loading pays.
     """
 
     block_bytes: int = 1
-    block_size: int = 1
+    block_tokens: int = 1
     bytes_per_second: float = float("inf")
     seconds_per_token: float = 0.0
     largest: int = 1
@@ -29,7 +29,7 @@ class Rates:
     def pays(self, blocks: int) -> bool:
         """Whether so many blocks are loaded in less time than they are computed."""
         loading = LATENCY + blocks * self.block_bytes / self.bytes_per_second
-        return not self.seconds_per_token or loading < blocks * self.block_size * self.seconds_per_token
+        return not self.seconds_per_token or loading < blocks * self.block_tokens * self.seconds_per_token
 
     def idle(self, now: float) -> None:
         """A step is launched while no other is in flight."""

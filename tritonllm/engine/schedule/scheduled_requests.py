@@ -29,7 +29,7 @@ class ScheduledRequests:
     Args:
         seats: how many requests may run at once.
         pool: the blocks that running requests hold.
-        block_size: tokens per block.
+        block_tokens: tokens of a block, over all ranks.
         tier: where blocks are kept in the host's memory; ``None`` for nowhere.
         keeps_own: the tier keeps what a preempted request leaves (else it has that already, by the prefix cache).
 
@@ -40,8 +40,8 @@ class ScheduledRequests:
         preemptions: how many requests were preempted since the start.
     """
 
-    def __init__(self, seats: int, pool: BlockPool, block_size: int, tier: HostTier | None, keeps_own: bool) -> None:
-        self._seats, self._block_size = seats, block_size
+    def __init__(self, seats: int, pool: BlockPool, block_tokens: int, tier: HostTier | None, keeps_own: bool) -> None:
+        self._seats, self._block_tokens = seats, block_tokens
         self._tier, self._keeps_own = tier, keeps_own
         self._arrivals, self._admissions = itertools.count(), itertools.count(1)
         self.preemptions, self._warned = 0, False
@@ -74,7 +74,7 @@ class ScheduledRequests:
 
     def fork(self, parent: Request, child: Request) -> None:
         """Let a running request go on from where a running sibling is, in the place of what it had itself."""
-        move(child, parent, self._pool, self._block_size)
+        move(child, parent, self._pool, self._block_tokens)
         child.admission = next(self._admissions)  # the runner must look at its blocks anew
 
     def preempt_last(self, count: int = 1, *, crowded: bool = True) -> list[Request]:
@@ -91,7 +91,7 @@ class ScheduledRequests:
         for request in requests:
             request.num_preemptions += 1
         if self._tier is not None and self._keeps_own:
-            self._tier.keep_own(requests, self._block_size)
+            self._tier.keep_own(requests, self._block_tokens)
         for request in requests:
             self._free(request)
             request.num_computed_tokens = 0

@@ -48,7 +48,7 @@ gave way to.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tritonllm.config.engine import CacheConfig, SchedulerConfig
+from tritonllm.config.engine import SchedulerConfig
 from tritonllm.engine.data.control import MOST_FORCED
 from tritonllm.engine.data.plan import NewTokens, Outline, ScheduledRequest, SchedulerStats, StepPlan
 from tritonllm.engine.data.request import Request, RequestStatus
@@ -76,12 +76,13 @@ class Scheduler:
 
     Args:
         config: limits of a step and the policy.
-        cache: block size and whether prefixes are cached.
+        block_tokens: tokens of a block, over all ranks that have some of its keys (``EngineConfig.block_tokens``).
         num_blocks: blocks in the pool.
         max_model_len: most tokens of prompt and output together.
-        drafts: says how many drafts each request has in a step of its last token, as far as tokens and lengths allow.
+        drafting: says how many drafts each request has in a step of its last token, as far as tokens and lengths allow.
         tier: where blocks are kept in the host's memory; ``None`` for nowhere.
         stages: how many stages the pipeline has: so many plans run before the first of them is drawn.
+        enable_prefix_caching: whether the blocks of prompts seen before are reused.
 
     Attributes:
         admission_end: why the last plan took no more of those that wait.
@@ -90,33 +91,35 @@ class Scheduler:
     def __init__(
         self,
         config: SchedulerConfig,
-        cache: CacheConfig,
+        block_tokens: int,
         num_blocks: int,
         max_model_len: int,
-        drafts: Drafting | None = None,
+        drafting: Drafting | None = None,
         tier: HostTier | None = None,
         stages: int = 1,
+        *,
+        enable_prefix_caching: bool = True,
     ) -> None:
         if max_model_len < 1:
             raise ValueError(f"max_model_len must be at least 1, got {max_model_len}")
         self.config = config
-        self.block_size = cache.block_size
+        self.block_tokens = block_tokens
         self.max_model_len = max_model_len
-        self._drafting = drafts or Drafting()
+        self._drafting = drafting or Drafting()
         beyond = 2 * self._drafting.most + MOST_FORCED  # one more token
-        self._most_new_blocks = 1 + -(-beyond // cache.block_size)  # of a running request in a step
+        self._most_new_blocks = 1 + -(-beyond // block_tokens)  # of a running request in a step
         self.tier = tier
         self._micro_batches = MicroBatches(stages)
         self.pool = BlockPool(num_blocks)
-        self.prefix_cache = PrefixCache(cache.block_size, self.pool, tier) if cache.enable_prefix_caching else None
+        self.prefix_cache = PrefixCache(block_tokens, self.pool, tier) if enable_prefix_caching else None
         # A sequence can fill every slot and then sample one more token, which itself needs no slot any more.
-        self._longest = num_blocks * cache.block_size + 1
+        self._longest = num_blocks * block_tokens + 1
         keeps_own = self.prefix_cache is None
-        self._requests = ScheduledRequests(config.max_num_seqs, self.pool, cache.block_size, tier, keeps_own)
+        self._requests = ScheduledRequests(config.max_num_seqs, self.pool, block_tokens, tier, keeps_own)
         self._forget_requests()
 
     def _forget_requests(self) -> None:
-        self._admission = Admission(self.pool, self.block_size, self.prefix_cache, self.tier)
+        self._admission = Admission(self.pool, self.block_tokens, self.prefix_cache, self.tier)
         self._requests.reset(self.pool)
         self._waiting, self._running = self._requests.waiting, self._requests.running
         self._just_ended = self._requests.just_ended
@@ -215,7 +218,7 @@ class Scheduler:
         scheduled = step.scheduled
         self._serve(step)
         if not scheduled and tier is not None and tier.hurry(self._running):
-            self._serve(step, drafting=False)  # they have the blocks of what they know
+            self._serve(step, may_draft=False)  # they have the blocks of what they know
         if not scheduled and self._running and all(request.held for request in self._running):
             # They wait for siblings, and those for blocks or seats: the last give way.
             step.preempted += self._requests.preempt_last(last_gang(self._running))
@@ -249,7 +252,7 @@ class Scheduler:
         if counts != [item.samples for item in plan.scheduled]:  # equal if everyone who samples got one
             plan.check(counts)
         self._just_ended.clear()
-        cache, size = self.prefix_cache, self.block_size
+        cache, size = self.prefix_cache, self.block_tokens
         new_tokens: list[NewTokens] = []
         for (request, _, _, _, _, drafts), tokens in zip(plan.scheduled, sampled, strict=True):
             if not tokens:
@@ -294,12 +297,12 @@ class Scheduler:
             self._requests.end_by_results(request, *ending)
         return request, output[before:]
 
-    def _serve(self, step: Outline, drafting: bool = True) -> None:
+    def _serve(self, step: Outline, may_draft: bool = True) -> None:
         """Plan the running requests in order, and the waiting ones behind those of the same or a higher priority."""
         scheduled, preempted = step.scheduled, step.preempted
-        budget, size, at = step.budget, self.block_size, 0
+        budget, size, at = step.budget, self.block_tokens, 0
         self._prompts = self._new_share()
-        possible, most_drafts = self._drafting.most, self._drafting.now(self._running) if drafting else 0
+        possible, most_drafts = self._drafting.most, self._drafting.now(self._running) if may_draft else 0
         loading, micro_batches = () if self.tier is None else self.tier.loading, self._micro_batches
         micro_batches.begin(self._running)
         place, ended = self._place_of_waiting(), None
@@ -410,7 +413,7 @@ class Scheduler:
         for count in gangs:
             step.preempted += self._requests.preempt_last(count, crowded=False)
         if parent is not None:
-            fork(parent, request, pool, self.block_size)
+            fork(parent, request, pool, self.block_tokens)
         else:
             self._admission.allocate(request, demand.cached)
         self._requests.start_first(request)
@@ -444,4 +447,4 @@ class Scheduler:
         return max(0, self._blocks_for(last) - len(request.block_ids))
 
     def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+        return -(-num_tokens // self.block_tokens)

@@ -14,18 +14,19 @@ from dataclasses import dataclass, field
 from tritonllm.engine.data.request import Request, RequestStatus
 
 
-def own_labels(request: Request, block_size: int) -> tuple[list[bytes], list[bytes]]:
+def own_labels(request: Request, block_tokens: int) -> tuple[list[bytes], list[bytes]]:
     """Where no prefix cache names blocks by their contents, a request that has been preempted names its own full ones:
     first those of the prompt, which its siblings name alike, then those behind, which it names anew each time.
 
-    If one of the siblings computes all of its prompt in any case, none of them has labels.
+    ``block_tokens`` are a block's tokens over all ranks. If one of the siblings computes all of its prompt in any case,
+    none of them has labels.
     """
     first = request.siblings[0] if request.siblings else request
     if first.computes_all or not request.num_preemptions:
         return [], []
-    shared = min(len(request.prompt_token_ids), request.num_tokens - 1) // block_size
+    shared = min(len(request.prompt_token_ids), request.num_tokens - 1) // block_tokens
     labels = [b"%d:%d" % (first.order[2], i) for i in range(shared)]
-    last = (request.num_tokens - 1) // block_size
+    last = (request.num_tokens - 1) // block_tokens
     return labels, [b"%d:%d:%d" % (request.order[2], request.num_preemptions, i) for i in range(shared, last)]
 
 
@@ -48,11 +49,11 @@ class Swap:
     def labels(self) -> list[bytes]:
         return [*self.own, *self.prompt]
 
-    def lacks(self, request: Request, block_size: int) -> bool:
+    def lacks(self, request: Request, block_tokens: int) -> bool:
         """The request waits to be computed anew: nothing is here of what it had behind its prompt."""
         if request.status is not RequestStatus.PREEMPTED:
             return False
-        _, own = own_labels(request, block_size)
+        _, own = own_labels(request, block_tokens)
         return bool(own) and own[0] not in self.own
 
 

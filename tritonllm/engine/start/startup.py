@@ -358,8 +358,10 @@ def load_parts(config: EngineConfig, ranks: Ranks) -> EngineParts:
     limits = config.cache.num_blocks, config.model.max_model_len
     drafting = drafting_of(config, runner.drafts.cost)
     tier, stages = tier_of(config, runner), team.pipe.stages
-    cache = dataclasses.replace(config.cache, block_size=config.block_tokens)
-    scheduler = Scheduler(config.scheduler, cache, *limits, drafting, tier, stages)
+    caching = config.cache.enable_prefix_caching
+    scheduler = Scheduler(
+        config.scheduler, config.block_tokens, *limits, drafting, tier, stages, enable_prefix_caching=caching
+    )
     identity = checkpoint.read_config(folder), origin.limit, (dtype, config.block_tokens, runner.block_bytes)
     with_parts = [model for model in models if model is not None]
     fingerprint = model_fingerprint(with_parts, *identity, team.exchange.group)

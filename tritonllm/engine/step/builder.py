@@ -22,7 +22,7 @@ class StepBuilder:
     Args:
         seats: most requests running at once.
         max_blocks: blocks of the longest sequence.
-        block_size: tokens of a block.
+        block_tokens: tokens of a block, over all ranks.
         planner: finds what decodes share; ``None`` does not look for it.
         tell_admitted: steps say which requests are new to their seats.
         drafts: most drafts of a sequence; 0 if there never are any.
@@ -35,7 +35,7 @@ class StepBuilder:
         self,
         seats: int,
         max_blocks: int,
-        block_size: int,
+        block_tokens: int,
         planner: CascadePlanner | None = None,
         tell_admitted: bool = False,
         drafts: int = 0,
@@ -46,7 +46,7 @@ class StepBuilder:
         self._before: dict[int, Request] | None = {} if tell_past else None  # who had a seat last
         self._tell_admitted, self._tell_tokens, self._drafts = tell_admitted, tell_tokens, drafts
         self.seats = SeatTable(seats, max_blocks)
-        self._block_size = block_size
+        self._block_tokens = block_tokens
         self._planner, self._finds_limits = planner, finds_limits
         self._decodes = DecodeInputs(seats)
 
@@ -115,9 +115,9 @@ class StepBuilder:
     def _width(self, requests: Sequence[Request], longest: int) -> int:
         """Blocks of a sequence that the step may read or write; ``longest``: tokens, as far as the host knows."""
         if not self._drafts:
-            return -(-longest // self._block_size)
+            return -(-longest // self._block_tokens)
         # the device may be further, and what follows the last draft has no block
-        behind = -(-self._drafts // self._block_size)
+        behind = -(-self._drafts // self._block_tokens)
         return min(max(map(_num_blocks, requests)) + behind, self.seats.tables.shape[1])
 
     def _shared_prefix(self, tables: np.ndarray, seq_lens: np.ndarray, longest: int) -> SharedPrefix | None:
@@ -192,7 +192,7 @@ class StepBuilder:
         self, starts: np.ndarray, counts: np.ndarray, tables: np.ndarray, num_decodes: int
     ) -> tuple[np.ndarray, np.ndarray]:
         """Positions and slots of all tokens, those of decodes left out: they stand first."""
-        size, ends = self._block_size, np.cumsum(counts)
+        size, ends = self._block_tokens, np.cumsum(counts)
         total = num_decodes + int(counts.sum())
         positions, slots = np.zeros(total, dtype=np.int64), np.full(total, -1, dtype=np.int64)
         if len(counts):

@@ -16,30 +16,32 @@ class DeviceSeats:
 
     Args:
         seats: most requests running at once.
-        block_size: tokens of a block.
+        block_tokens: tokens of a block, over all ranks.
         device: where they are.
-        drafts: most drafts of a sequence; 0 if there never are any.
+        most_drafts: most drafts of a sequence; 0 if there never are any.
         history: how many tokens of each sequence are kept, for a drafter that looks back.
 
     Attributes:
         drawn: ``[seats]`` int64, the token of each row of the step that ran last.
         verdict: the tokens of each row of a step that verified drafts; ``None`` if none ever does.
-        drafts: ``[seats, drafts]`` int32, the drafts that such a step verified, -1 behind them.
+        drafts: ``[seats, most_drafts]`` int32, the drafts that such a step verified, -1 behind them.
         times: ``[2]`` int64, of :func:`~tritonllm.kernels.speculative.clock.note_time`: what drafting has taken.
         history: ``[seats, history]`` int32, or ``None``.
     """
 
-    def __init__(self, seats: int, block_size: int, device: torch.device, *, drafts: int = 0, history: int = 0) -> None:
-        self._block_size = block_size
+    def __init__(
+        self, seats: int, block_tokens: int, device: torch.device, *, most_drafts: int = 0, history: int = 0
+    ) -> None:
+        self._block_tokens = block_tokens
         self._device = device
         self.drawn = torch.zeros(seats, dtype=torch.int64, device=device)
-        self._drafted = torch.full((TIMES + seats * drafts,), -1, dtype=torch.int32, device=device)
-        self.drafts = self._drafted[TIMES:].view(seats, drafts)
+        self._drafted = torch.full((TIMES + seats * most_drafts,), -1, dtype=torch.int32, device=device)
+        self.drafts = self._drafted[TIMES:].view(seats, most_drafts)
         self.times = self._drafted[:TIMES].view(torch.int64)
         self.times.zero_()
         self.verdict: Verdict | None = None
-        if drafts:
-            columns = torch.full((seats, drafts + 2), -1, dtype=torch.int64, device=device)
+        if most_drafts:
+            columns = torch.full((seats, most_drafts + 2), -1, dtype=torch.int64, device=device)
             self.verdict = Verdict(columns[:, 1:].contiguous(), columns[:, 0].contiguous())
         self.history = torch.zeros(seats, history, dtype=torch.int32, device=device) if history else None
         empty = torch.full((3, seats), -1, dtype=torch.int32, device=device)
@@ -95,7 +97,7 @@ class DeviceSeats:
             SamplingRows(*(column[:0] for column in self._parameters)),
             Decodes(none, places, places, none, none.view(0, 1)),
             self.drawn,
-            block_size=self._block_size,
+            block_tokens=self._block_tokens,
             verdict=self.verdict,
             history=self.history,
         )
@@ -120,7 +122,7 @@ class DeviceSeats:
         decodes = Decodes(inputs.input_ids[:n], *places, metadata.block_tables[:count])
         advance_seats(
             *(self._state, self._parameters, rows, batch.rows, decodes, self.drawn),
-            block_size=self._block_size,
+            block_tokens=self._block_tokens,
             verdict=self.verdict,
             history=self.history,
             limits=None if self.verdict is None else inputs.limits,

@@ -50,7 +50,7 @@ class GraphLimits:
         max_num_seqs: the most sequences of a step.
         token_sizes: room for prompt tokens, see :func:`~tritonllm.engine.step.room_sizes.token_sizes`.
         max_blocks: the width of the widest block table.
-        block_size: how many tokens a block holds.
+        block_tokens: how many tokens a block holds, over all ranks.
         drafts: how many drafts each sequence has in a step that verifies some.
         verified: the most sequences of such a step.
         by_shards: ranks can draw from their parts of the logits; steps of decodes alone do, if their rows allow it.
@@ -59,7 +59,7 @@ class GraphLimits:
     max_num_seqs: int
     token_sizes: Sequence[int]
     max_blocks: int
-    block_size: int
+    block_tokens: int
     drafts: int = 0
     verified: int = 0
     by_shards: bool = False
@@ -88,7 +88,7 @@ class GraphKey(NamedTuple):
     by_shards: bool = False
 
     @property
-    def room(self) -> "RoomKey":
+    def room_key(self) -> "RoomKey":
         return RoomKey(self.decodes, self.tokens, self.drafts)
 
 
@@ -191,15 +191,15 @@ class StepGraphs:
         self._work, self._limits, self._device, self._capture_graph = work, limits, device, capture
         self._regimes = regimes
         self._sizes = graph_sizes(limits.max_num_seqs)
-        longest = limits.max_blocks * limits.block_size
+        longest = limits.max_blocks * limits.block_tokens
         fit = [tokens for tokens in limits.token_sizes if tokens <= chunk_capacity(tokens) * longest]  # if all padding
         alone = [RoomKey(size) for size in self._sizes]
         self._beside = [RoomKey(size, tokens) for tokens in fit for size in decode_sizes(limits.max_num_seqs, tokens)]
         self._verified = graph_sizes(limits.verified) if limits.drafts else []
         with_drafts = [RoomKey(size, drafts=limits.drafts) for size in self._verified]
-        self._rooms = {room: self._room(*room) for room in (*alone, *with_drafts, *self._beside)}
+        self._rooms = {key: self._room(*key) for key in (*alone, *with_drafts, *self._beside)}
         rooms = self._rooms.values()
-        self._memory = torch.zeros(max(layout_of(room).size for room in rooms), dtype=torch.uint8, device=device)
+        self._memory = torch.zeros(max(layout_of(room).num_bytes for room in rooms), dtype=torch.uint8, device=device)
         self._inboxes = {key: StepInbox(room, self._memory) for key, room in self._rooms.items()}
         most = max(room.segments.sequences for room in rooms)
         self._tables = torch.zeros(most, limits.max_blocks, dtype=torch.int32, device=device)
@@ -211,21 +211,22 @@ class StepGraphs:
         late = [RoomKey(size) for size in self._late]
         nothing = dummy_step(0, [], rows=0, width=0)
         for kind in (with_drafts, alone, late, self._beside):
-            for room in reversed(kind):  # the largest first: the others then fit into its memory
-                for key in self._keys(room, kind is late):
+            for room_key in reversed(kind):  # the largest first: the others then fit into its memory
+                for key in self._keys(room_key, kind is late):
                     self._load(nothing, key)
                     self._graphs[key] = self._capture(key)
 
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def _keys(self, room: RoomKey, late: bool) -> Iterator[GraphKey]:
+    def _keys(self, room_key: RoomKey, late: bool) -> Iterator[GraphKey]:
         """The keys of a room's graphs that are captured at the start."""
-        alone = not (room.tokens or room.drafts)
-        may_share = alone and room.decodes in self._plans and room.decodes in (self._late if late else self._shared)
-        for bound in self._regimes.bounds(self._rooms[room].segments):
+        decodes, tokens, drafts = room_key
+        alone = not (tokens or drafts)
+        may_share = alone and decodes in self._plans and decodes in (self._late if late else self._shared)
+        for bound in self._regimes.bounds(self._rooms[room_key].segments):
             for shared in (False, True) if may_share else (False,):
-                key = GraphKey(room.decodes, room.tokens, bound, shared, room.drafts, late)
+                key = GraphKey(decodes, tokens, bound, shared, drafts, late)
                 yield key
                 if alone and not late and self._limits.by_shards:
                     yield key._replace(by_shards=True)
@@ -235,7 +236,8 @@ class StepGraphs:
             return StepRoom(Segments(verify=verified(sequences, 1 + drafts)), sequences)
         if not tokens:
             return StepRoom(Segments(decodes(sequences)), sequences)
-        chunk = Segment(chunk_capacity(tokens), tokens, min(tokens, self._limits.max_blocks * self._limits.block_size))
+        longest = min(tokens, self._limits.max_blocks * self._limits.block_tokens)
+        chunk = Segment(chunk_capacity(tokens), tokens, longest)
         rows = padded(min(sequences + chunk.sequences, self._sizes[-1]), self._sizes)
         return StepRoom(Segments(decodes(sequences), EMPTY, chunk), rows)
 
@@ -261,7 +263,7 @@ class StepGraphs:
 
     def _capture(self, key: GraphKey) -> Captured:
         """Capture a step on what is in the buffers."""
-        room = self._rooms[key.room]
+        room = self._rooms[key.room_key]
         tables = self._tables[: room.segments.sequences]
         plan = self._plans[key.decodes] if key.shared else None
         batch = make_batch(self._memory, room, tables, key.max_decode_len, plan, not key.late, key.by_shards)
@@ -282,14 +284,15 @@ class StepGraphs:
         if verify.sequences:
             fits = verify.longest == 1 + self._limits.drafts and step.segments.tokens == verify.tokens
             fits = fits and verify.sequences <= self._limits.verified
-            room = RoomKey(padded(verify.sequences, self._verified), drafts=self._limits.drafts) if fits else None
-            return None if room is None else self._key(room, step)
+            if not fits:
+                return None
+            return self._key(RoomKey(padded(verify.sequences, self._verified), drafts=self._limits.drafts), step)
         need = need or Need.of(step)
         if not need.tokens:
             return None if need.eager else self._key_of_decodes(need, step)
         if need.eager:
             return None
-        longest = self._limits.max_blocks * self._limits.block_size
+        longest = self._limits.max_blocks * self._limits.block_tokens
         for sequences, tokens, _ in self._beside:
             free = chunk_capacity(tokens) - need.chunks
             fits = need.decodes <= sequences and need.tokens <= tokens
@@ -305,11 +308,12 @@ class StepGraphs:
         without = step.late or (not step.plain and size == late)
         return self._key(RoomKey(late if without else size), step, without)
 
-    def _key(self, room: RoomKey, step: Step, late: bool = False) -> GraphKey:
-        bound = self._regimes.bound(self._rooms[room].segments, step.longest)
+    def _key(self, room_key: RoomKey, step: Step, late: bool = False) -> GraphKey:
+        decodes, tokens, drafts = room_key
+        bound = self._regimes.bound(self._rooms[room_key].segments, step.longest)
         alone = step.segments.only_decodes
         by_shards = self._limits.by_shards and alone and step.by_shards
-        return GraphKey(room.decodes, room.tokens, bound, step.shared is not None, room.drafts, late, by_shards)
+        return GraphKey(decodes, tokens, bound, step.shared is not None, drafts, late, by_shards)
 
     def load(self, step: Step, key: GraphKey) -> Captured:
         """Fill the buffers for a graph. What its replay writes is valid until the next one's. Of hidden states and
@@ -322,21 +326,20 @@ class StepGraphs:
         return self._graphs[key]
 
     def _load(self, step: Step, key: GraphKey) -> None:
-        room = key.room
-        self._inboxes[room].send(step)
-        self._load_tables(step, self._rooms[room].segments)
-        new = upload_cascade(step, self._limits.block_size, self._device, key.decodes)
+        self._inboxes[key.room_key].send(step)
+        self._load_tables(step, self._rooms[key.room_key].segments)
+        new = upload_cascade(step, self._limits.block_tokens, self._device, key.decodes)
         if new is not None:
             mine = self._plans[key.decodes]
             new = new._replace(prefix_cu_seqlens=mine.prefix_cu_seqlens)  # its own counts the padding
             for buffer, values in zip(mine, new, strict=True):
                 _fill(buffer, values)
 
-    def _load_tables(self, step: Step, room: Segments) -> None:
+    def _load_tables(self, step: Step, captured: Segments) -> None:
         """Rows and columns beyond these keep what they had: no length reaches there. But padded prompt tokens read
         block 0."""
         tables, have = step.block_tables, step.segments
-        alone = not have.chunk.tokens and not room.chunk.tokens
+        alone = not have.chunk.tokens and not captured.chunk.tokens
         mine = (tables.shape, tables.tobytes()) if alone else None
         if alone and mine == self._loaded:  # most steps of a small batch: no block has been filled
             return
@@ -347,10 +350,10 @@ class StepGraphs:
         if alone:
             self._loaded = mine
             return
-        begin = room.decode.sequences
+        begin = captured.decode.sequences
         end = begin + have.chunk.sequences
         self._tables[begin:end, :width].copy_(there[n:])
-        self._tables[end : room.sequences].zero_()
+        self._tables[end : captured.sequences].zero_()
 
 
 def _fill(buffer: torch.Tensor, values: torch.Tensor) -> None:

@@ -100,7 +100,7 @@ class Preparation:
         """The steps that are run before the first request."""
         scheduler, sizes = self.config.scheduler, self.sizes
         limits = StepLimits(
-            block_size=sizes.block_size,
+            block_tokens=sizes.block_tokens,
             max_model_len=sizes.max_model_len,
             max_num_seqs=scheduler.max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
@@ -155,7 +155,7 @@ class Preparation:
         sizes, team = self.sizes, self.team
         seats = self.config.scheduler.max_num_seqs
         drawn = sizes.drafts, sizes.verified, self.drawing.by_shards and team.pipe.stages == 1
-        limits = GraphLimits(seats, sizes.captured_tokens, sizes.max_blocks, sizes.block_size, *drawn)
+        limits = GraphLimits(seats, sizes.captured_tokens, sizes.max_blocks, sizes.block_tokens, *drawn)
         rehearsal = partial(rehearsal_of, self.caches.models)
         capture = GraphCapture(rehearsal, self.device, threads=team.size * team.exchange.size > 1)
         weak = WeakMethod(self.captured)

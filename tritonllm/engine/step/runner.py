@@ -77,7 +77,7 @@ class ModelRunner:
         self._dtype = model.dtype
         self._config = config
         self._device = device
-        self._block_size = config.block_tokens
+        self._block_tokens = config.block_tokens
         self._memory = memory
         self._graphs: StepGraphs | None = None
         self._undrawn: deque[LaunchedStep] = deque()
@@ -85,7 +85,7 @@ class ModelRunner:
         self.drafts = StepDrafts(config, model, draft, max_model_len, device, proposes=self._pipe.first)
         self.caches = Caches(model, self.drafts.model, config, device)
         history = max_model_len if self.drafts.look_back and self._pipe.first else 0
-        self._seats = DeviceSeats(seats, self._block_size, device, drafts=self.drafts.most, history=history)
+        self._seats = DeviceSeats(seats, self._block_tokens, device, most_drafts=self.drafts.most, history=history)
         vocab = model.spec.vocab_size
         self._processors: BatchProcessors | None = None
         if config.logits_processors and team.leads:
@@ -103,8 +103,8 @@ class ModelRunner:
         shares = shares and team.context.size == 1  # whose ranks merge theirs
         shares = shares and team.exchange.size == 1  # whose engines replay graphs of one room, shared prefix or not
         if config.cache.enable_prefix_caching and shares:  # else only siblings share
-            each = block_bytes(model.spec, self._dtype, self._block_size) // model.spec.num_layers
-            self._planner = CascadePlanner(self._block_size, each)
+            each = block_bytes(model.spec, self._dtype, self._block_tokens) // model.spec.num_layers
+            self._planner = CascadePlanner(self._block_tokens, each)
         self._builder = self._make_builder()
         if isinstance(model, Decoder):
             top_k = max((layer.mlp.top_k for layer in model.spec.layers if isinstance(layer.mlp, MoESpec)), default=0)
@@ -165,7 +165,7 @@ class ModelRunner:
 
     def _make_builder(self) -> StepBuilder:
         seats = self._config.scheduler.max_num_seqs
-        sizes, drafts = (seats, self._sizes.max_blocks, self._block_size), self.drafts
+        sizes, drafts = (seats, self._sizes.max_blocks, self._block_tokens), self.drafts
         wants = {"tell_tokens": drafts.look_back, "tell_past": drafts.remember}
         wants["finds_limits"] = self._drawing.finds_limits
         tell = self._processors is not None
@@ -342,7 +342,7 @@ class ModelRunner:
 
     def _upload(self, step: Step) -> Batch:
         bound = self._regimes.bound(step.segments, step.longest)
-        return upload_step(step, self._drawing.rows_of(step), self._block_size, self._device, bound)
+        return upload_step(step, self._drawing.rows_of(step), self._block_tokens, self._device, bound)
 
     def finish(self, launched: LaunchedStep, late: Restrictions = FREE) -> RunningStep:
         """Start what is left of a step.

@@ -59,25 +59,25 @@ class CascadePlanner:
     """Looks for steps that gain from attention to a shared prefix apart.
 
     Args:
-        block_size: keys in a block.
+        block_tokens: tokens of a block; no ranks split its keys where prefixes are attended to apart.
         block_bytes: bytes of a block's keys and values in one layer.
     """
 
-    def __init__(self, block_size: int, block_bytes: int) -> None:
-        self._block_size = block_size
+    def __init__(self, block_tokens: int, block_bytes: int) -> None:
+        self._block_tokens = block_tokens
         self._least = max(1, -(-MIN_SAVED_BYTES // block_bytes))
         self._least_beside_prompts = max(1, -(-MIN_SAVED_BESIDE_PROMPTS // block_bytes))
 
     def may_plan(self, sequences: int, longest: int) -> bool:
         """Whether a step of so many decodes of at most ``longest`` tokens can ever gain."""
-        return (sequences - 1) * (longest // self._block_size) >= self._least
+        return (sequences - 1) * (longest // self._block_tokens) >= self._least
 
     def plan(self, tables: np.ndarray, seq_lens: np.ndarray) -> SharedPrefix | None:
         """What decodes with these block tables ``[D, M]`` and lengths ``[D]`` share; ``None`` if it does not pay.
 
         The block that takes a sequence's new token is never shared.
         """
-        return find_shared_prefix(tables, (seq_lens - 1) // self._block_size, self._least)
+        return find_shared_prefix(tables, (seq_lens - 1) // self._block_tokens, self._least)
 
     def unless_captured(self, step: Step, captured: Callable[[Step], object]) -> Step:
         """A step of decodes that share and of prompts; if it is captured without sharing, and sharing would save too

@@ -16,7 +16,7 @@ class StepSizes:
 
     Attributes:
         scheduler: the scheduler's configuration, which says how many sequences and tokens a step has at most.
-        block_size: how many tokens a cache block holds.
+        block_tokens: how many tokens a block holds, over all ranks.
         max_model_len: the longest sequence that may come, in tokens.
         captures: whether steps are captured as CUDA graphs.
         host_bound: from how many tokens of a step on the GPU takes longer than the host for its launches.
@@ -25,7 +25,7 @@ class StepSizes:
     """
 
     scheduler: SchedulerConfig
-    block_size: int
+    block_tokens: int
     max_model_len: int
     captures: bool
     host_bound: int
@@ -40,7 +40,7 @@ class StepSizes:
         tokens."""
         return cls(
             scheduler=config.scheduler,
-            block_size=config.block_tokens,
+            block_tokens=config.block_tokens,
             max_model_len=max_model_len,
             captures=model.supports_graphs and not config.enforce_eager,
             host_bound=pipe.least(host_bound_tokens(model.work)),
@@ -51,7 +51,7 @@ class StepSizes:
     @property
     def max_blocks(self) -> int:
         """How many blocks a sequence has at most, with those that drafts behind its last token read."""
-        return -(-(self.max_model_len + self.drafts) // self.block_size)
+        return -(-(self.max_model_len + self.drafts) // self.block_tokens)
 
     @property
     def captured_tokens(self) -> list[int]:

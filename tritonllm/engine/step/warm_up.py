@@ -58,7 +58,7 @@ class StepLimits:
     """The bounds of the steps that can come.
 
     Attributes:
-        block_size: how many tokens a cache block holds.
+        block_tokens: how many tokens a block holds, over all ranks.
         max_model_len: the length of the longest sequence, in tokens.
         max_num_seqs: the most sequences of a step.
         max_num_batched_tokens: the most tokens of a step.
@@ -67,7 +67,7 @@ class StepLimits:
         verified: the most sequences of such a step.
     """
 
-    block_size: int
+    block_tokens: int
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -92,19 +92,19 @@ class WarmUp:
     def run(self) -> None:
         """Run a step of every kind that has kernels of its own."""
         self._work.copy()
-        widest = -(-self._limits.max_model_len // self._limits.block_size)
+        widest = -(-self._limits.max_model_len // self._limits.block_tokens)
         every_width = sorted({*warm_up_sizes(widest), widest})
         widths = sorted({*warm_up_sizes(widest)[::2], widest})  # every width: 0.2 s more, for no more kernels
         for tokens in (*warm_up_sizes(self._limits.max_num_batched_tokens), *self._limits.padded):
             self.prefill_step(tokens)
             for width in widths:
-                if width * self._limits.block_size > tokens:
+                if width * self._limits.block_tokens > tokens:
                     self.prefill_step(tokens, width, sample=False)
         # A step of many tokens may be one of many short prompts. Here they may be more than there are seats: with 7
         # query heads for each key, say, rows pass a power of two between two powers of two of the tokens.
         tokens = min(MANY, self._limits.max_num_batched_tokens)
-        shorter = warm_up_sizes(self._limits.block_size)[:-1]
-        for longest in (*shorter, *(width * self._limits.block_size for width in every_width)):
+        shorter = warm_up_sizes(self._limits.block_tokens)[:-1]
+        for longest in (*shorter, *(width * self._limits.block_tokens for width in every_width)):
             if longest < tokens:
                 self.prefill_step(tokens, longest=longest, sample=False)
         tokens = min(max(MANY, 2 * self._limits.max_num_seqs), self._limits.max_num_batched_tokens)
@@ -124,7 +124,7 @@ class WarmUp:
                     self.decode_step(sequences, width, longest=longest, shared=True)
         for sequences in warm_up_sizes(self._limits.verified) if self._limits.drafts else []:
             for width in widths:
-                if width * self._limits.block_size > self._limits.drafts:
+                if width * self._limits.block_tokens > self._limits.drafts:
                     self.verify_step(sequences, width)
 
     def largest_steps(self, deterministic: bool) -> None:
@@ -142,7 +142,7 @@ class WarmUp:
         if deterministic:
             peaks[0] = max(peaks[0], peak_bytes(self._longest_decodes, self._device))
         if limits.verified:
-            width = -(-(1 + limits.drafts) // limits.block_size)
+            width = -(-(1 + limits.drafts) // limits.block_tokens)
             verify = partial(self.verify_step, limits.verified, width)
             peaks[0] = max(peaks[0], peak_bytes(verify, self._device))
         return sum(peaks)
@@ -176,7 +176,8 @@ class WarmUp:
         """
         length = min(tokens, self._limits.max_model_len, longest or tokens)
         lengths = [end - start for start, end in pairwise([*range(0, tokens, length), tokens])]
-        rows, width = rows or min(self._limits.max_num_seqs, tokens), max(width, -(-length // self._limits.block_size))
+        rows = rows or min(self._limits.max_num_seqs, tokens)
+        width = max(width, -(-length // self._limits.block_tokens))
         batch = self._upload(dummy_step(0, lengths, rows=rows, width=width))
         hidden = self._work.forward(batch, None if all_wanted or rows == tokens else batch.inputs.logit_rows)
         if sample:
@@ -209,4 +210,4 @@ class WarmUp:
 
     def _upload(self, step: Step) -> Batch:
         bound = self._regimes.bound(step.segments, step.longest)
-        return upload_step(step, step.num_rows, self._limits.block_size, self._device, bound)
+        return upload_step(step, step.num_rows, self._limits.block_tokens, self._device, bound)

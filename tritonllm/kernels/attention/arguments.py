@@ -55,7 +55,7 @@ class AttentionArgs(NamedTuple):
     v_scale: torch.Tensor | None
     scale: float  # of the logits, with k_scale if that is a number
     v_factor: float  # v_scale if that is a number
-    window: int  # 0: none
+    window: int  # 0: none, as kernels take it; everywhere else that is None
     softcap: float  # 0: none
 
 

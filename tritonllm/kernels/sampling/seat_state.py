@@ -68,7 +68,7 @@ def _advance_seats_kernel(
     stride_history,
     MOST: tl.constexpr,
     TOKENS: tl.constexpr,  # of each decode
-    BLOCK_SIZE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,  # at least S
 ):
     b_row = tl.arange(0, BLOCK)
@@ -135,8 +135,8 @@ def _advance_seats_kernel(
     for i in tl.static_range(TOKENS):
         b_at = tl.minimum(b_start + i, b_limit - 1)
         m_slot = m_decode & (b_start + i < b_limit) & (i < b_stored)
-        b_block = tl.load(p_table + b_at // BLOCK_SIZE, mask=m_slot, other=0).to(tl.int64)
-        b_slot = b_block * BLOCK_SIZE + b_at % BLOCK_SIZE
+        b_block = tl.load(p_table + b_at // BLOCK_TOKENS, mask=m_slot, other=0).to(tl.int64)
+        b_slot = b_block * BLOCK_TOKENS + b_at % BLOCK_TOKENS
         tl.store(decodes.positions + b_token + i, b_at.to(tl.int64), mask=m_decode)
         tl.store(decodes.slots + b_token + i, tl.where(m_slot, b_slot, -1), mask=m_decode)
     b_length = tl.minimum(b_start, b_limit - 1) + TOKENS
@@ -180,7 +180,7 @@ def _reference(
     history: torch.Tensor | None,
     limits: torch.Tensor | None,
     drafts: torch.Tensor | None,
-    block_size: int,
+    block_tokens: int,
 ) -> None:
     last_tokens, positions, row_seats = state
     seats, starts, tokens = rows
@@ -209,8 +209,8 @@ def _reference(
         stored = drafts[row] + 1
     for i in range(each):
         inside, at = (start + i < limit) & (i < stored), torch.minimum(start + i, limit - 1)
-        block = tables[token // each, torch.where(inside, at // block_size, 0)].long()
-        slots[token + i] = torch.where(inside, block * block_size + at % block_size, -1)
+        block = tables[token // each, torch.where(inside, at // block_tokens, 0)].long()
+        slots[token + i] = torch.where(inside, block * block_tokens + at % block_tokens, -1)
         places[token + i] = at
     lengths[token // each] = torch.minimum(start, limit - 1).int() + each
 
@@ -228,7 +228,7 @@ def _advance_seats(
     history: torch.Tensor | None,
     limits: torch.Tensor | None,
     drafts: torch.Tensor | None,
-    block_size: int,
+    block_tokens: int,
 ) -> None:
     at, of_rows, of_decodes = SeatState(*state), StepRows(*rows), Decodes(*decodes)
     seats, count = len(at.row_seats), len(of_decodes.lengths)
@@ -240,7 +240,7 @@ def _advance_seats(
         0 if history is None else history.shape[1],
         MOST=1 if ids is None else ids.shape[1],
         TOKENS=max(1, len(of_decodes.ids) // max(1, count)),
-        BLOCK_SIZE=block_size,
+        BLOCK_TOKENS=block_tokens,
         BLOCK=block,
         num_warps=min(8, max(1, block // 32)),
     )
@@ -290,7 +290,7 @@ def advance_seats(
     decodes: Decodes,
     drawn: torch.Tensor,
     *,
-    block_size: int,
+    block_tokens: int,
     verdict: Verdict | None = None,
     history: torch.Tensor | None = None,
     limits: torch.Tensor | None = None,
@@ -311,7 +311,8 @@ def advance_seats(
         out: gets the parameters of the rows.
         decodes: the D decodes of the step.
         drawn: ``[N]`` int64, N at most S: the new token of each row of the step before.
-        block_size: tokens of a block.
+        block_tokens: tokens of a block of ``decodes.tables``, over all ranks where they split a sequence's keys: slots
+            are those of whole blocks.
         verdict: the new tokens of each row, if the step before verified drafts; ``None``: none ever does.
         history: ``[S, L]`` int32, the tokens of each seat's sequence by their positions, to which the new ones are
             written; ``None``: nobody wants them.
@@ -324,7 +325,7 @@ def advance_seats(
         ValueError: a wrong shape, dtype or device.
     """
     _check(state, parameters, rows, out, decodes, drawn)
-    require(block_size >= 1, f"block_size must be at least 1, got {block_size}")
+    require(block_tokens >= 1, f"block_tokens must be at least 1, got {block_tokens}")
     ids, accepted = (None, None) if verdict is None else verdict
     if verdict is not None:
         _check_verdict(verdict, drawn)
@@ -335,7 +336,7 @@ def advance_seats(
         if column is not None:
             check_tensor(name, column, (len(rows.seats),), dtype=torch.int32, like=drawn)
     lists = [list(tensors) for tensors in (state, parameters, rows, out, decodes)]
-    _advance_seats(*lists, drawn, ids, accepted, history, limits, drafts, block_size)
+    _advance_seats(*lists, drawn, ids, accepted, history, limits, drafts, block_tokens)
 
 
 advance_seats_ref = with_reference(advance_seats)

@@ -191,7 +191,7 @@ def _cohere2(config: ConfigReader) -> dict[str, Any]:
     block = mlp(config)
 
     def attends(window: int | None) -> AttentionSpec:
-        return attention(config, window=window, rope=rope if window else None, qkv_bias=bias, o_bias=bias)
+        return attention(config, window=window, rope=None if window is None else rope, qkv_bias=bias, o_bias=bias)
 
     windows = config.windows([(i + 1) % pattern != 0 for i in range(count)])
     return {

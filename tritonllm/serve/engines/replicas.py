@@ -160,7 +160,7 @@ class Replicas:
 
     Args:
         links: a link to each engine.
-        block_size: how many tokens a block of their caches holds.
+        block_tokens: how many tokens a block of their caches holds, over all ranks of an engine.
         restarts: starts engines anew that die; ``None``: nobody does.
         shared: the experts that they share, if they do: none can go on without the others.
 
@@ -175,7 +175,7 @@ class Replicas:
     def __init__(
         self,
         links: Sequence[EngineLink],
-        block_size: int,
+        block_tokens: int,
         restarts: Restarts | None = None,
         shared: SharedExperts | None = None,
     ) -> None:
@@ -191,7 +191,7 @@ class Replicas:
             told[0], max_num_seqs=sum(one.max_num_seqs for one in told), stats=together(self.stats)
         )
         self.failure: str | None = None
-        self._placement = Placement([block_size * one.stats.num_blocks for one in told])
+        self._placement = Placement([block_tokens * one.stats.num_blocks for one in told])
         self._owners: dict[str, tuple[int, int]] = {}  # of an id: the replica, and how many requests of that id it has
         self._calls: dict[int, tuple[set[int], list[Answer]]] = {}  # whose answers are missing, and those that came
         self._on_news: Callable[[News], None] = lambda news: None

@@ -16,13 +16,14 @@ class EngineLimits:
 
     Attributes:
         seats: how many requests may run at once.
-        block_size, num_blocks: how many tokens a block of the cache holds, and how many blocks there are.
+        block_tokens: how many tokens a block of the cache holds, over all ranks.
+        num_blocks: how many blocks there are.
         caches: whether there is a prefix cache.
         host: whether there is memory of the host's for blocks.
     """
 
     seats: int
-    block_size: int
+    block_tokens: int
     num_blocks: int
     caches: bool
     host: bool

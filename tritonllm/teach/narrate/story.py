@@ -137,7 +137,7 @@ class Story:
         new = [name for name in names if name not in self._said]
         self._said.update(new)
         values = {
-            "size": Count(self._limits.block_size),
+            "size": Count(self._limits.block_tokens),
             "seats": Count(self._limits.seats),
             "blocks": Count(self._limits.num_blocks),
         }
@@ -164,7 +164,7 @@ class Story:
             self._cast.add(event.tokens)
             return []
         step, evicted = planned
-        news = block_news(step, self._limits.block_size, self._cast.name, evicted, caches=self._limits.caches)
+        news = block_news(step, self._limits.block_tokens, self._cast.name, evicted, caches=self._limits.caches)
         if self._in_full(step, {kind for kind, _ in news}):
             rows = self._cast.rows(step.parts, recorded)
             act = self._full(step, event, news, rows, masks)
@@ -213,7 +213,7 @@ class Story:
         for new in event.tokens:
             if new.sequence_id in filled:
                 filled[new.sequence_id] += new.accepted
-        lines += block_tables(step, self._limits.block_size, self._cast.name, filled)
+        lines += block_tables(step, self._limits.block_tokens, self._cast.name, filled)
         used = step.num_blocks - step.num_free_blocks
         values = {"used": Count(used), "blocks": Count(step.num_blocks), "cached": Count(step.num_cached_blocks)}
         lines.append(Said("pool" if step.num_cached_blocks else "pool_plain", values))

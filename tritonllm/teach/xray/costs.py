@@ -73,9 +73,10 @@ def nbytes(*values: Any) -> int:
 
 
 def bind(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of an operator by their names."""
+    """The arguments of an operator by their names; a ``window`` of ``None`` where the kernels' operator has 0."""
     names = [argument.name for argument in func._schema.arguments]
-    return {**dict(zip(names, args, strict=False)), **kwargs}
+    bound = {**dict(zip(names, args, strict=False)), **kwargs}
+    return {**bound, "window": bound["window"] or None} if "window" in bound else bound
 
 
 @functools.cache
@@ -192,11 +193,11 @@ class Pairs(NamedTuple):
     keys: int
 
 
-def visible(lengths: Sequence[int], queries: Sequence[int], window: int = 0, causal: bool = True) -> Pairs:
+def visible(lengths: Sequence[int], queries: Sequence[int], window: int | None = None, causal: bool = True) -> Pairs:
     """How many pairs of query and key there are in sequences of so many keys, the last of which have queries.
 
     Args:
-        window: how many keys a query sees, itself included; 0 for all.
+        window: how many keys a query sees, itself included; ``None`` for all.
         causal: no query sees a key behind it; else a window has two sides.
     """
     pairs = keys = 0
@@ -205,9 +206,9 @@ def visible(lengths: Sequence[int], queries: Sequence[int], window: int = 0, cau
             continue
         lows, highs = [], []
         for position in range(max(0, length - count), length):
-            lows.append(max(0, position - window + 1) if window else 0)
-            high = position + 1 if causal else min(length, position + window) if window else length
-            highs.append(high)
+            before, behind = (0, length) if window is None else (position - window + 1, position + window)
+            lows.append(max(0, before))
+            highs.append(position + 1 if causal else min(length, behind))
         pairs += sum(highs) - sum(lows)
         keys += max(highs) - min(lows)
     return Pairs(pairs, keys)

@@ -77,7 +77,7 @@ def attention_weights(bound: dict[str, Any]) -> torch.Tensor:
     position = torch.arange(count, device=q.device)
     distance = position[:, None] - position[None]
     hidden = distance < 0 if bound["causal"] else torch.zeros_like(distance, dtype=torch.bool)
-    if bound["window"]:
+    if bound["window"] is not None:
         hidden = hidden | (distance.abs() >= bound["window"])
     out = torch.empty(heads, count, count, dtype=torch.float32, device="cpu")
     for head in range(heads):

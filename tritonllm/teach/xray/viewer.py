@@ -64,7 +64,7 @@ class XRay:
             ValueError: what is to be drawn cannot be, as far as that is known before.
         """
         engine = llm.engine
-        self._model, self._block = engine.model, engine.config.cache.block_size
+        self._model, self._block = engine.model, engine.config.block_tokens
         self._device = next(self._model.parameters()).device
         if self._console is None:
             self._console = make_console(self._wishes.to_stderr)
