@@ -18,8 +18,10 @@ from typing import Any
 import numpy as np
 
 from tritonllm.config.sampling_params import StructuredOutputsParams
+from tritonllm.engine.grammar.ebnf import LLAMA
 from tritonllm.engine.grammar.expressions import is_endless, too_large
 from tritonllm.engine.grammar.json_schema import read_schema, uncountable
+from tritonllm.engine.grammar.refusals import NOT_KEPT, of_ebnf, of_lark, of_regex, of_schema
 from tritonllm.engine.grammar.schema_document import Document
 
 _BLANKS = r"( |\n {0,32}|\n\t{0,8})?"  # between two tokens of JSON
@@ -27,6 +29,7 @@ _TIGHT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator":
 _FREE = {"whitespace_pattern": _BLANKS}
 _BOUNDS = ("exclusiveMinimum", "exclusiveMaximum", "minimum", "maximum")
 _CONTROLS = re.compile(r"\\(x|u00)[01][0-9a-fA-F]-|[\x00-\x1f]-")
+_EBNF = re.compile(r"^\s*[\w.-]+\s*::=", re.MULTILINE)
 _MIXED = ("$ref", "anyOf", "oneOf")
 
 
@@ -70,18 +73,24 @@ def parse(wish: StructuredOutputsParams) -> str:
         text = _grammar(package, value)
     wrong = package.LLMatcher.validate_grammar(text)
     if wrong:
-        raise ValueError(f"structured_outputs: {name} cannot be used: {' '.join(wrong.split())}")
+        refuse = {"regex": of_regex, "grammar": _of_grammar}.get(name)
+        raise of_schema(wrong) if refuse is None else refuse(value, wrong)
     return str(text)
 
 
 def _grammar(package: Any, text: str) -> str:
-    if "::=" in text and is_endless(text):
-        raise ValueError("structured_outputs: grammar cannot be used: no text of its rule 'root' ever ends")
     try:
         lark = import_module("llguidance.gbnf_to_lark").any_to_lark(text)
     except Exception as error:  # the package's own, of which some are plain ones
-        raise ValueError(f"structured_outputs: grammar cannot be used: {' '.join(str(error).split())}") from error
+        raise of_ebnf(text, LLAMA, error) from error
+    if lark != text and is_endless(text):
+        raise ValueError("structured_outputs: grammar cannot be used: no text of its rule 'root' ever ends")
     return str(package.LLMatcher.grammar_from_lark(lark))
+
+
+def _of_grammar(text: str, wrong: str) -> ValueError:
+    """Of one that llguidance refuses; what was EBNF it has read as Lark, in which places are others."""
+    return of_ebnf(text, LLAMA, RuntimeError(wrong)) if _EBNF.search(text) else of_lark(wrong)
 
 
 def _schema(value: str | Mapping[str, Any]) -> Any:
@@ -91,7 +100,7 @@ def _schema(value: str | Mapping[str, Any]) -> Any:
     if found is None and any("$id" in part for part, _ in document.parts if part is not schema):
         found = "an '$id' within it (references are looked up in the whole)"
     if found is not None:
-        raise ValueError(f"structured_outputs: json has {found}, which a grammar cannot keep an output to: drop it")
+        raise ValueError(f"structured_outputs: json has {found}, {NOT_KEPT}")
     return _closed(schema)
 
 
