@@ -12,6 +12,7 @@ from tritonllm.config.beam_search_params import BeamSearchParams
 from tritonllm.config.prompts import Prompt
 from tritonllm.config.sampling_params import SamplingParams, StructuredOutputsParams
 from tritonllm.config.thought_format import ThoughtFormat
+from tritonllm.engine.grammar.schema_document import has_references, moved
 from tritonllm.serve.api.answering import Service, unless_disconnected
 from tritonllm.serve.api.beam_search import search_params
 from tritonllm.serve.api.protocol import ChatRequest
@@ -134,30 +135,42 @@ def forced_form(body: ChatRequest, functions: Mapping[str, Schema]) -> Structure
     The answer is then the arguments of the named function, or a list of ``{"name", "parameters"}``.
 
     Raises:
-        ValueError: two functions define different schemas under one name.
+        ValueError: the parameters of a function refer to what is not in them, or are nested too deep.
     """
     if not body.forced:
         return None
     chosen = body.named_tool()
     if chosen is not None:
-        schema: Schema = functions[chosen].get("parameters") or _ANYTHING
+        schema: Schema = _parameters(chosen, functions[chosen], "")
     else:
         schema = _list_of_calls(functions, 1 if body.parallel_tool_calls is False else None)
     return StructuredOutputsParams(json=json.dumps(schema), disable_any_whitespace=True)
 
 
+def _parameters(name: str, function: Schema, place: str) -> dict[str, Any]:
+    """What a function takes, as a schema that can stand at this place of another.
+
+    Raises:
+        ValueError: see :func:`forced_form`.
+    """
+    try:
+        return moved(function.get("parameters") or _ANYTHING, place)
+    except LookupError as error:
+        raise ValueError(
+            f"tools: '$ref' in the parameters of {name!r} must name a schema that is in them, got {error.args[0]!r}"
+        ) from error
+    except RecursionError as error:
+        raise ValueError(f"tools: the parameters of {name!r} are nested too deep") from error
+
+
 def _list_of_calls(functions: Mapping[str, Schema], most: int | None) -> dict[str, Any]:
-    definitions: dict[str, dict[str, Any]] = {"$defs": {}, "definitions": {}}
+    """Parameters with references are a definition of their own, in which these stay: others may have equal names."""
+    definitions = dict[str, Any]()
     calls = []
-    for name, function in functions.items():
-        parameters = dict(function.get("parameters") or _ANYTHING)
-        for key, known in definitions.items():  # references begin at the root, so the definitions must be there
-            own_definitions = parameters.pop(key, {})
-            if not isinstance(own_definitions, dict):
-                raise ValueError(f"tools: {key} in the parameters of {name!r} must be an object")
-            for own, schema in own_definitions.items():
-                if known.setdefault(own, schema) != schema:
-                    raise ValueError(f"tools: two functions have different schemas {key}/{own}: rename one of them")
+    for number, (name, function) in enumerate(functions.items()):
+        parameters = _parameters(name, function, f"/$defs/{number}")
+        if has_references(parameters):
+            definitions[str(number)], parameters = parameters, {"$ref": f"#/$defs/{number}"}
         call = {
             "type": "object",
             "properties": {"name": {"type": "string", "enum": [name]}, "parameters": parameters},
@@ -167,4 +180,4 @@ def _list_of_calls(functions: Mapping[str, Schema], most: int | None) -> dict[st
         calls.append(call)
     limits = {"minItems": 1} if most is None else {"minItems": 1, "maxItems": most}
     items = calls[0] if len(calls) == 1 else {"anyOf": calls}
-    return {"type": "array", "items": items, **limits, **{key: known for key, known in definitions.items() if known}}
+    return {"type": "array", "items": items, **limits, "$defs": definitions}
