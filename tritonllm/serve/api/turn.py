@@ -16,7 +16,7 @@ from tritonllm.engine.grammar.schema_document import has_references, moved
 from tritonllm.serve.api.answering import Service, unless_disconnected
 from tritonllm.serve.api.beam_search import search_params
 from tritonllm.serve.api.protocol import ChatRequest
-from tritonllm.serve.parsing.pieces import Arguments, Call, Kept, Piece, Reader, Reasoning
+from tritonllm.serve.parsing.pieces import Arguments, Call, Kept, Only, Piece, Reader, Reasoning
 from tritonllm.serve.parsing.source import SourceReader
 from tritonllm.serve.parsing.tools import named, required
 
@@ -91,10 +91,12 @@ async def prepare(
             reader: Reader = formats.thinking(prompt["prompt"], calls) if thinks else calls
         else:
             reader = formats.reader(prompt["prompt"], list(functions), has_form=has_form)
+        if body.allowed_tools() is not None:
+            reader = Only(reader, functions)
         return Kept(reader, _wanted(body))
 
     ids = _nine_characters if formats.tools == "mistral" else _call_id
-    ends_with_calls = not isinstance(body.tool_choice, dict)
+    ends_with_calls = body.named_tool() is None
     return Turn(prompt, params, new_reader, ids, ends_with_calls, service.llm.inputs.tokenizer)
 
 
