@@ -122,3 +122,8 @@ def test_a_schema_that_is_too_deep_is_refused_by_name():
 def test_as_many_tools_without_references_fit_as_before():
     tools = [tool(f"t{number}", PLAIN) for number in range(900)]
     assert malformed(json.loads(form(tools).json)) is None
+
+
+def test_long_schemas_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"^tools: their parameters have more than 524288 characters"):
+        form([tool("a", {"description": "x" * 300_000}), tool("b", {"description": "x" * 300_000})])

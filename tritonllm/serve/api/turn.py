@@ -1,5 +1,6 @@
 """The assistant's next turn in a conversation: its prompt, how to sample it, and how to read it."""
 
+import asyncio
 import json
 import secrets
 from collections.abc import Callable, Mapping
@@ -10,7 +11,7 @@ from fastapi import Request
 
 from tritonllm.config.beam_search_params import BeamSearchParams
 from tritonllm.config.prompts import Prompt
-from tritonllm.config.sampling_params import SamplingParams, StructuredOutputsParams
+from tritonllm.config.sampling_params import MAX_SCHEMA_CHARS, SamplingParams, StructuredOutputsParams, size_of
 from tritonllm.config.thought_format import ThoughtFormat
 from tritonllm.engine.grammar.schema_document import has_references, moved
 from tritonllm.serve.api.answering import Service, unless_disconnected
@@ -55,7 +56,7 @@ async def prepare(
     """
     config, formats = service.config, service.formats
     functions = body.tool_names()
-    form = forced_form(body, functions)
+    form = await asyncio.to_thread(forced_form, body, functions) if body.forced else None  # schemas may be long
     options = body.options(config.chat_template, config.trust_request_chat_template)
     whole = must_fit and body.truncate_prompt_tokens is None
     rendered = service.llm.render_chat(body.messages, options, must_fit=whole)
@@ -137,11 +138,14 @@ def forced_form(body: ChatRequest, functions: Mapping[str, Schema]) -> Structure
     The answer is then the arguments of the named function, or a list of ``{"name", "parameters"}``.
 
     Raises:
-        ValueError: the parameters of a function refer to what is not in them, or are nested too deep.
+        ValueError: the parameters of a function refer to what is not in them, are nested too deep or too long.
     """
     if not body.forced:
         return None
     chosen = body.named_tool()
+    given = [function.get("parameters") for name, function in functions.items() if chosen in (None, name)]
+    if size_of(given, MAX_SCHEMA_CHARS) > MAX_SCHEMA_CHARS:
+        raise ValueError(f"tools: their parameters have more than {MAX_SCHEMA_CHARS} characters: make them smaller")
     if chosen is not None:
         schema: Schema = _parameters(chosen, functions[chosen], "")
     else:
