@@ -30,6 +30,7 @@ EBNF = [
     ('"x" ::= "a"', "line 1, column 1: expected the name of a rule"),
     ('root ::= "a" x ::= "b"', "line 1, column 14: a rule begins on a line of its own"),
     ("root ::= 'a'", "line 1, column 10: a text stands in double quotes"),
+    ('root ::= "é\ud800"', "line 1, column 12: half of a surrogate pair is no character"),
     ('root ::= "é" ;', "line 1, column 14: expected \"text\", .* got ';'"),
     ('root ::= "a" # b\n  ;é', "line 2, column 3: expected \"text\", .* got ';'"),
 ]
@@ -102,6 +103,11 @@ def test_whatever_is_wrong_has_a_place_and_no_librarys_words(backend):
         ({"regex": "a("}, "regex cannot be used: it has an opening parenthesis without a closing one"),
         ({"regex": "a(?=b)"}, "regex has a lookahead"),
         ({"regex": r"\1"}, r"regex cannot be used: it has the escape '\\1'"),
+        ({"json": {"const": "\ud800"}}, "json has half of a surrogate pair"),
+        ({"json": '{"const": "\\ud800"}'}, "json has half of a surrogate pair"),
+        ({"json": '{"type": "array", "title": "\\ud83d\\ude00", "uniqueItems": true}'}, "json has 'uniqueItems'"),
+        ({"choice": ["a", "\ud800"]}, "choice has half of a surrogate pair"),
+        ({"regex": "a\ud800"}, "regex cannot be used: it has a class without characters"),
         ({"json": {"type": "array", "uniqueItems": True}}, "json has 'uniqueItems', which a grammar cannot keep"),
         ({"json": {"type": "string", "format": "iri"}}, "json has 'format': 'iri', which a grammar cannot keep"),
         (

@@ -18,6 +18,7 @@ _PIECE = re.compile(
 )
 _ESCAPE = re.compile(r"\\(?P<letter>x[0-9a-fA-F]{1,2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
 _MEMBER = re.compile(r"\\(?:x[0-9a-fA-F]{1,2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)|.", re.DOTALL)
+_HALF = re.compile(r"[\ud800-\udfff]")
 _CONTROLS: Mapping[str, str] = {
     "0": "\0",
     "n": "\n",
@@ -204,6 +205,9 @@ class _Reader:
         for escape in _ESCAPE.finditer(inside):
             if len(escape["letter"]) == 1 and escape["letter"] not in letters:
                 raise _Mistake(begin + escape.start(), f"{shown(escape[0])} is no escape: a backslash is '\\\\'")
+        half = _HALF.search(inside)
+        if half is not None:
+            raise _Mistake(begin + half.start(), "half of a surrogate pair is no character")
         members = _MEMBER.findall(inside)
         if not members or members[-1] != closing:
             what = "a text needs a double quote" if kind == "text" else "a set of characters needs a ']'"

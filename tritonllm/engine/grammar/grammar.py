@@ -28,7 +28,7 @@ from tritonllm.engine.grammar.expressions import ignored, is_endless, too_large,
 from tritonllm.engine.grammar.grammar_rules import Rules
 from tritonllm.engine.grammar.json_schema import read_schema, unsupported
 from tritonllm.engine.grammar.patterns import TooLarge, Unreadable, whole
-from tritonllm.engine.grammar.refusals import NOT_KEPT, of_ebnf, of_regex
+from tritonllm.engine.grammar.refusals import NOT_KEPT, of_ebnf, of_regex, of_value
 from tritonllm.engine.grammar.schema_grammar import any_json, grammar_of
 
 logger = logging.getLogger(__name__)
@@ -62,9 +62,11 @@ def parse(wish: StructuredOutputsParams) -> Any:
             return grammar.from_ebnf(written(wish))
         except TooLarge:
             return _repeating(grammar, value)
+        except RuntimeError as error:
+            raise of_value(name, value, str(error)) from error
     try:
         parsed = grammar.from_ebnf(value)
-    except (RuntimeError, UnicodeDecodeError) as error:
+    except (RuntimeError, UnicodeError) as error:
         raise of_ebnf(value, XGRAMMAR, error) from error
     if is_endless(str(parsed)):
         raise ValueError("structured_outputs: grammar cannot be used: no text of its rule 'root' ever ends")

@@ -4,9 +4,11 @@ A library's own text is for its developers: it names lines of its sources, or an
 repeated of it is a place, or a keyword of the user's.
 """
 
+import json
 import logging
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from tritonllm.engine.grammar.ebnf import Dialect, mistake, place, shown
 from tritonllm.engine.grammar.expressions import ignored
@@ -15,6 +17,7 @@ from tritonllm.engine.grammar.patterns import TooLarge, Unreadable, whole
 
 logger = logging.getLogger(__name__)
 NOT_KEPT = "which a grammar cannot keep an output to: drop it"
+_HALF = re.compile(r"[\ud800-\udfff]")
 _EXPECTED = """expected rules as in root ::= "text" [a-z]* (other | "x")"""
 _EXPECTED_LARK = """expected rules as in start: "text" /[a-z]*/ (other | "x")"""
 _XGRAMMARS_PLACE = re.compile(r"line (\d+), column (\d+): ")
@@ -112,15 +115,18 @@ def of_regex(regex: str, wrong: str) -> ValueError:
     return _refused("regex", _unexplained(wrong, "cannot be used: a part of it cannot be followed"))
 
 
-def of_schema(wrong: str) -> ValueError:
-    """Of a JSON schema.
+def of_value(name: str, value: Any, wrong: str) -> ValueError:
+    """Of a JSON schema, or of choices.
 
     Args:
-        wrong: what llguidance says.
+        wrong: what the library says.
     """
+    said = json.loads(value) if name == "json" and isinstance(value, str) else value
+    if _HALF.search(json.dumps(said, ensure_ascii=False)):
+        return _refused(name, f"has half of a surrogate pair, {NOT_KEPT}")
     if wrong.startswith("regex parse error"):
-        return _refused("json", f"has a pattern that cannot be read, {NOT_KEPT}")
-    return _refused("json", _words(wrong, _OF_SCHEMAS) or _unexplained(wrong, f"has a part {NOT_KEPT}"))
+        return _refused(name, f"has a pattern that cannot be read, {NOT_KEPT}")
+    return _refused(name, _words(wrong, _OF_SCHEMAS) or _unexplained(wrong, f"has a part {NOT_KEPT}"))
 
 
 def _words(said: str, table: Sequence[tuple["re.Pattern[str]", str]]) -> str | None:
