@@ -105,10 +105,10 @@ def test_forms(over_bytes, wish, right, wrong):
     ("wish", "message"),
     [
         ({"regex": "("}, "regex cannot be used: "),
-        ({"regex": "(?=a)b"}, "regex cannot be used: .*look-around"),
+        ({"regex": "(?=a)b"}, "regex has a lookahead"),
         ({"grammar": "root ::= root"}, "grammar cannot be used: no text of its rule 'root' ever ends"),
         ({"grammar": 'root ::= "a'}, "grammar cannot be used: "),
-        ({"json": {"type": "array", "uniqueItems": True}}, "json cannot be used: .*uniqueItems"),
+        ({"json": {"type": "array", "uniqueItems": True}}, "json has 'uniqueItems'"),
         ({"json": {"$ref": "http://a/b"}}, "json is not a JSON schema .*'\\$ref' must name"),
         ({"json": {"$ref": "#"}}, "json is not a JSON schema .*leads back to itself"),
         ({"json": {"type": []}}, "json is not a JSON schema .*'type' must name one"),

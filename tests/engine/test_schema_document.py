@@ -1,30 +1,33 @@
 """References within a schema, and which schemas a value can be valid for."""
 
+import json
+
 import pytest
+from jsonschema import Draft202012Validator
 
 from tritonllm.engine.grammar.json_schema import malformed
-from tritonllm.engine.grammar.schema_document import Document
+from tritonllm.engine.grammar.schema_document import Document, moved
 
 NULL = {"type": "null"}
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"$ref": "#/$defs/a", "$defs": {"a": NULL}},
-        {"$ref": "#/definitions/a%20b~1c~0", "definitions": {"a b/c~": NULL}},
-        {"$ref": "#/x/0/y", "x": [{"y": NULL}]},
-        {"$ref": "#a", "$defs": {"b": {"$anchor": "a", **NULL}}},
-        {"$ref": "#a", "definitions": {"b": {"$id": "#a", **NULL}}},
-        {"$id": "http://a/b.json", "$ref": "http://a/b.json#/$defs/a", "$defs": {"a": NULL}},
-        {"$id": "http://a/b.json", "$ref": "c.json", "$defs": {"a": {"$id": "c.json", **NULL}}},
-        {
-            "$id": "http://a/b.json",
-            "$ref": "c.json#d",
-            "$defs": {"a": {"$id": "c.json", "$defs": {"e": {"$anchor": "d", **NULL}}}},
-        },
-    ],
-)
+REFERRING = [
+    {"$ref": "#/$defs/a", "$defs": {"a": NULL}},
+    {"$ref": "#/definitions/a%20b~1c~0", "definitions": {"a b/c~": NULL}},
+    {"$ref": "#/x/0/y", "x": [{"y": NULL}]},
+    {"$ref": "#a", "$defs": {"b": {"$anchor": "a", **NULL}}},
+    {"$ref": "#a", "definitions": {"b": {"$id": "#a", **NULL}}},
+    {"$id": "http://a/b.json", "$ref": "http://a/b.json#/$defs/a", "$defs": {"a": NULL}},
+    {"$id": "http://a/b.json", "$ref": "c.json", "$defs": {"a": {"$id": "c.json", **NULL}}},
+    {
+        "$id": "http://a/b.json",
+        "$ref": "c.json#d",
+        "$defs": {"a": {"$id": "c.json", "$defs": {"e": {"$anchor": "d", **NULL}}}},
+    },
+]
+
+
+@pytest.mark.parametrize("schema", REFERRING)
 def test_references_within_the_document(schema):
     document = Document(schema)
     assert document.resolved(schema)["type"] == "null" and malformed(document) is None
@@ -99,3 +102,23 @@ def test_nothing_is_recursive():
         schema = {"anyOf": [schema]}
     document = Document({"$defs": {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(5000)} | {"a5000": schema}})
     assert document.circle() is None and len(document.possible()) == len(document.parts) == 10_002
+
+
+@pytest.mark.parametrize("schema", REFERRING)
+def test_a_moved_schema_says_the_same_beside_others(schema):
+    before = json.dumps(schema)
+    other = {"$defs": {"a": {"type": "integer"}}, "x": 3, "$ref": "#/$defs/a"}
+    around = {
+        "$id": "http://a/b.json",
+        "$defs": {"a/b%": moved(schema, "/$defs/a~1b%25"), "a": moved(other, "/$defs/a"), "c": {"$anchor": "a"}},
+        "type": "array",
+        "prefixItems": [{"$ref": "#/$defs/a~1b%25"}, {"$ref": "#/$defs/a"}],
+    }
+    assert json.dumps(schema) == before and malformed(around) is None
+    valid = Draft202012Validator(around).is_valid
+    assert valid([None, 3]) and not valid([3, 3]) and not valid([None, None])
+
+
+def test_references_out_of_a_moved_schema_are_named():
+    with pytest.raises(LookupError, match="#/x"):
+        moved({"items": {"$ref": "#/x"}}, "/$defs/a")

@@ -1,5 +1,6 @@
 import argparse
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -14,11 +15,13 @@ from tritonllm.config.vllm_arguments import (
     VllmEngine,
     VllmSampling,
     VllmStructure,
+    VllmStructuredOutputs,
     only_false,
     only_none,
 )
 
-NAMES = {field.name for kind in (VllmEngine, VllmSampling, VllmStructure) for field in dataclasses.fields(kind)}
+KINDS = (VllmEngine, VllmSampling, VllmStructure, VllmStructuredOutputs)
+NAMES = {field.name for kind in KINDS for field in dataclasses.fields(kind)}
 DEFAULT = EngineConfig(model=ModelConfig(model="m"))
 
 
@@ -104,6 +107,54 @@ def test_names_of_dtypes(name, dtype):
 def test_aliases():
     config = make(scheduling_policy="priority", num_gpu_blocks_override=7)
     assert (config.scheduler.policy, config.cache.num_blocks) == ("priority", 7)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"backend": "guidance"},
+        '{"backend": "guidance", "disable_fallback": true}',
+        {"backend": "guidance", **{field.name: field.default for field in dataclasses.fields(VllmStructuredOutputs)}},
+    ],
+)
+def test_the_backend_of_structured_outputs_as_vllm_has_it(config):
+    assert make(structured_outputs_config=config) == make(structured_outputs_backend="guidance")
+    args = EngineArgs("m", structured_outputs_config=config)
+    assert args.create_engine_config().structured_outputs_backend == "guidance"
+    line = ["--structured-outputs-config", config if isinstance(config, str) else json.dumps(config)]
+    parser = EngineArgs.add_cli_args(argparse.ArgumentParser())
+    assert (
+        EngineArgs.from_cli_args(parser.parse_args(line)).create_engine_config().structured_outputs_backend
+        == "guidance"
+    )
+    assert make(structured_outputs_config={}) == make(structured_outputs_config={"backend": "auto"}) == DEFAULT
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"backends": "guidance"},
+            "structured_outputs_config has the unknown key 'backends'; known: backend, disable_f",
+        ),
+        ({"backend": "outlines"}, "structured_outputs_backend must be one of auto, xgrammar, guidance"),
+        ({"disable_any_whitespace": True}, "structured_outputs_config.disable_any_whitespace=True: .* of each request"),
+        ({"disable_additional_properties": True}, "disable_additional_properties=True: .*into the schema"),
+        ({"reasoning_parser": "qwen3"}, "structured_outputs_config.reasoning_parser='qwen3': .*--reasoning-parser"),
+        ({"enable_in_reasoning": True}, "structured_outputs_config.enable_in_reasoning=True"),
+        ("{", "structured_outputs_config is no JSON"),
+        ("[]", "structured_outputs_config must be a dict"),
+        (3, "structured_outputs_config must be a dict"),
+    ],
+)
+def test_what_it_lacks_is_refused_by_name(config, message):
+    with pytest.raises(ValueError, match=message):
+        make(structured_outputs_config=config)
+
+
+def test_the_backend_is_given_once():
+    with pytest.raises(ValueError, match="structured_outputs_config and structured_outputs_backend are the same"):
+        make(structured_outputs_config={"backend": "guidance"}, structured_outputs_backend="xgrammar")
 
 
 def test_engine_args_have_every_argument_and_its_default():

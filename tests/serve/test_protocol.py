@@ -24,6 +24,7 @@ from tritonllm.config.sampling_params import (
     MAX_STOPS,
 )
 from tritonllm.serve.api.fields import HARMLESS
+from tritonllm.serve.api.large_bodies import MOST_CONTAINERS
 from tritonllm.serve.api.messages_protocol import CountRequest, MessagesRequest
 from tritonllm.serve.api.pooling_protocol import (
     ClassifyRequest,
@@ -179,6 +180,7 @@ TALK = {"model": MODEL, "max_tokens": 1}
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TEXT = {"type": "text", "text": "x"}
 TOOL = {"type": "function", "function": {"name": "f", "description": "x"}}
+LONG_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"enum": ["x" * 9_000] * 64}}}
 WORDS = [f"w{i}" for i in range(100 * MAX_BAD_WORDS)]
 
 
@@ -216,6 +218,14 @@ FIELDS = {
     "tools": (CHAT, {**TALK, "messages": [{"role": "user", "content": "x"}], "tools": [TOOL] * MAX_TOOLS}, 200),
     "tokens": ("/detokenize", {"model": MODEL, "tokens": list(range(2048)) * (MAX_IDS // 2048)}, 200),
     "fields": (COMPLETIONS, {**STORY, **dict.fromkeys(WORDS, 1)}, 400),
+    "objects": (COMPLETIONS, {**STORY, "x": [{"a": 1, "b": [{}]}] * 300_000}, 400),  # 6 MB
+    "few objects": (COMPLETIONS, {**STORY, "x": [{"a": "x" * 60}] * (MOST_CONTAINERS - 2)}, 200),
+    "ids": (COMPLETIONS, {**STORY, "prompt": list(range(2048)) * 500}, 400),  # too many tokens
+    "required tools": (
+        CHAT,
+        {**TALK, "messages": [{"role": "user", "content": "x"}], "tool_choice": "required", "tools": [LONG_TOOL] * 12},
+        400,
+    ),
     "wrong entries": (COMPLETIONS, {**STORY, "prompt": [1, "a"] * 100_000}, 400),
 }
 

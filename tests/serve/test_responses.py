@@ -110,6 +110,14 @@ def test_a_forced_call_and_a_schema(client):
     assert set(json.loads(client.responses.create(**body, text=form).output_text)) == {"a"}
 
 
+def test_some_of_the_tools_may_be_called(client):
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "greet"}]}
+    body = {"model": MODEL, "input": ASK, "max_output_tokens": 300, "parallel_tool_calls": False}
+    reply = client.responses.create(**body, tools=TOOLS, tool_choice=choice)
+    assert [item.name for item in reply.output if item.type == "function_call"] == ["greet"]
+    assert reply.tool_choice.model_dump() == choice
+
+
 def test_items_become_messages(client, tools_server):
     """What a conversation of items costs is what the same one of messages costs, so they are one prompt."""
     call = {"name": "add", "arguments": '{"a": 47}'}
@@ -138,6 +146,9 @@ def test_items_become_messages(client, tools_server):
     assert reply.usage.input_tokens == expected
 
 
+FUNCTION = {"type": "function"}
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -153,6 +164,24 @@ def test_items_become_messages(client, tools_server):
         (
             {"tools": [{"type": "custom", "name": "patch"}], "tool_choice": {"type": "custom", "name": "patch"}},
             "tool_choice names 'patch', a tool of type 'custom'",
+        ),
+        (
+            {
+                "tools": TOOLS,
+                "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [FUNCTION | {"name": "x"}]},
+            },
+            "tool_choice names the function 'x', which is not one of tools",
+        ),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "tools": [FUNCTION | {"name": "add"}]}},
+            'tool_choice of type allowed_tools must have "mode"',
+        ),
+        (
+            {
+                "tools": [*TOOLS, {"type": "web_search"}],
+                "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "web_search"}]},
+            },
+            "tool_choice names 'web_search', a tool of",
         ),
         ({"text": {"verbosity": "low"}}, "text.verbosity: not supported here"),
         ({"truncation": "auto"}, "truncation: not supported here"),

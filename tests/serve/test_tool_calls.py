@@ -175,6 +175,38 @@ def test_a_named_call(client):
     assert joined(client, **body)[2:] == ([("add", call.function.arguments)], "stop")
 
 
+def only(mode, *names):
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_call_of_some_of_the_tools_is_required(client, seed):
+    body = {"model": MODEL, "messages": ASK, "max_tokens": 300, "seed": seed, "tools": TOOLS}
+    message, reason = whole(client, **body, tool_choice=only("required", "greet"), parallel_tool_calls=False)
+    assert ([call.function.name for call in message.tool_calls], reason) == (["greet"], "tool_calls")
+
+
+def test_some_of_the_tools_may_be_called(client):
+    """The template describes no others, and a call of another is none: the rest is numbered anew."""
+    body = saying(TEXT, tools=TOOLS, tool_choice=only("auto", "greet"))
+    message, reason = whole(client, **body)
+    assert ([call.function.name for call in message.tool_calls], reason) == (["greet"], "tool_calls")
+    assert joined(client, **body)[2:] == ([("greet", message.tool_calls[0].function.arguments)], "tool_calls")
+    message, reason = whole(client, **{**body, "parallel_tool_calls": False})
+    assert [call.function.name for call in message.tool_calls] == ["greet"]
+    short = {"model": MODEL, "messages": ASK, "max_tokens": 1}
+    shown = [
+        client.chat.completions.create(**short, **more).usage.prompt_tokens
+        for more in (
+            {"tools": TOOLS, "tool_choice": only("auto", "greet", "greet")},
+            {"tools": TOOLS[1:]},
+            {"tools": TOOLS},
+        )
+    ]
+    assert shown[0] == shown[1] < shown[2]
+
+
 def test_calls_and_results_reach_the_template(client, tools_server):
     call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 47, "b": 66}'}}
     messages = [
@@ -201,6 +233,32 @@ def test_calls_and_results_reach_the_template(client, tools_server):
             {
                 "tools": [*TOOLS, {"type": "custom", "custom": {"name": "patch"}}],
                 "tool_choice": {"type": "custom", "custom": {"name": "patch"}},
+            },
+            "tool_choice names 'patch', a tool of type 'custom'",
+        ),
+        (
+            {"tools": TOOLS, "tool_choice": only("auto", "add", "sub")},
+            "tool_choice names the function 'sub', which is not",
+        ),
+        (
+            {"tools": TOOLS, "tool_choice": only("none", "add")},
+            'tool_choice of type allowed_tools must have "mode", auto',
+        ),
+        ({"tools": TOOLS, "tool_choice": only("required")}, "a list of functions by name that is not empty"),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice of type allowed_tools must have"),
+        ({"tool_choice": only("required", "add")}, "there are no tools"),
+        ({"tool_choice": only("auto", "add")}, "tool_choice names the function 'add', which is not"),
+        (
+            {"tools": TOOLS, "tool_choice": only("required", "add"), "response_format": {"type": "json_object"}},
+            "give one of them",
+        ),
+        (
+            {
+                "tools": [*TOOLS, {"type": "custom", "custom": {"name": "patch"}}],
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {"mode": "auto", "tools": [{"type": "custom", "custom": {"name": "patch"}}]},
+                },
             },
             "tool_choice names 'patch', a tool of type 'custom'",
         ),

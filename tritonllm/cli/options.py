@@ -158,6 +158,10 @@ ENGINE: dict[str, dict[str, Any]] = {
         "choices": STRUCTURED_OUTPUTS_BACKENDS,
         "help": "what holds outputs to a form: xgrammar (default) or guidance, see docs/decoding.md",
     },
+    "structured-outputs-config": {
+        "metavar": "JSON",
+        "help": "the same with vLLM's keys, of which only backend has other values than its default",
+    },
     "step-timeout": {"type": float, "metavar": "S", "help": "seconds that a GPU may take for a step (default: 300)"},
     "kernel-cache": {"metavar": "DIR", "help": "folder that `tritonllm precompile` made"},
     "allow-nan": {

@@ -5,6 +5,7 @@ A script that passes one of them at that value runs; any other value is refused 
 
 import dataclasses
 import difflib
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ ALIASES = {  # vLLM's name: ours
     "scheduling_policy": "policy",
     "override_pooler_config": "pooler_config",
     "swap_space": "kv_offloading_size",
+    "structured_outputs_config": "structured_outputs_backend",  # of its keys the one that there is here
 }
 DTYPE_NAMES = {"half": "float16", "float": "float32"}
 
@@ -43,6 +45,18 @@ class VllmStructure:
     disable_additional_properties: Any = False
     whitespace_pattern: Any = None
     structural_tag: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class VllmStructuredOutputs:
+    """Keys of vLLM's ``structured_outputs_config`` beside ``backend``. They have no effect here."""
+
+    disable_fallback: Any = False
+    disable_any_whitespace: Any = False
+    disable_additional_properties: Any = False
+    reasoning_parser: Any = ""
+    reasoning_parser_plugin: Any = ""
+    enable_in_reasoning: Any = False
 
 
 @dataclass(kw_only=True, repr=False)
@@ -108,7 +122,6 @@ class VllmEngine:
     speculative_model: Any = None
     num_speculative_tokens: Any = None
     guided_decoding_backend: Any = None
-    structured_outputs_config: Any = None
     reasoning_parser: Any = None
     logits_processor_pattern: Any = None
     logprobs_mode: Any = "raw_logprobs"
@@ -190,6 +203,9 @@ ADVICE = {
     "enable_lora": "merge the adapters into the checkpoint",
     "download_dir": "set HF_HOME",
     "disable_additional_properties": "write additionalProperties: false into the schema",
+    "disable_any_whitespace": "ask for it in the structured_outputs of each request",
+    "reasoning_parser": "give it to the server: tritonllm serve --reasoning-parser",
+    "enable_in_reasoning": "a form holds behind the thought, or from the first token on",
     "whitespace_pattern": "leave it out, or use disable_any_whitespace",
     "tokenization_kwargs": "leave it out, use truncate_prompt_tokens, or pass token ids",
     "reset_running_requests": "abort the requests first",
@@ -212,7 +228,8 @@ def refuse(name: str, value: Any) -> None:
     Raises:
         ValueError: always; it says what to do without the argument.
     """
-    raise ValueError(f"{name}={value!r}: tritonllm does not have this; {ADVICE.get(name, 'leave it out')}")
+    advice = ADVICE.get(name.rpartition(".")[2], "leave it out")
+    raise ValueError(f"{name}={value!r}: tritonllm does not have this; {advice}")
 
 
 def no_adapter(lora_request: Any) -> None:
@@ -260,6 +277,32 @@ def defaults_of(kind: type) -> tuple[tuple[str, Any], ...]:
 ENGINE_DEFAULTS = defaults_of(VllmEngine)
 SAMPLING_DEFAULTS = defaults_of(VllmSampling)
 STRUCTURE_DEFAULTS = defaults_of(VllmStructure)
+STRUCTURED_OUTPUTS_DEFAULTS = defaults_of(VllmStructuredOutputs)
+
+
+def _backend_of(config: Any) -> Any:
+    """What vLLM's ``structured_outputs_config`` says of ``structured_outputs_backend``.
+
+    Args:
+        config: a dict, or one as JSON.
+
+    Raises:
+        ValueError: it is none, or has a key that vLLM has not, or one at a value that we lack.
+    """
+    if isinstance(config, str):
+        try:
+            config = json.loads(config)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"structured_outputs_config is no JSON: {config!r:.100}") from error
+    if not isinstance(config, Mapping):
+        raise ValueError(f"structured_outputs_config must be a dict or a JSON object, got {config!r:.100}")
+    for name, value in config.items():
+        if name != "backend" and name not in dict(STRUCTURED_OUTPUTS_DEFAULTS):
+            known = ", ".join(["backend", *dict(STRUCTURED_OUTPUTS_DEFAULTS)])
+            raise ValueError(f"structured_outputs_config has the unknown key {name!r}; known: {known}")
+        if name != "backend" and not is_neutral(name, value, dict(STRUCTURED_OUTPUTS_DEFAULTS)[name]):
+            refuse(f"structured_outputs_config.{name}", value)
+    return config.get("backend") or "auto"
 
 
 def translate(kwargs: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
@@ -283,7 +326,7 @@ def translate(kwargs: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]
             continue
         if name in ALIASES and kwargs.get(ALIASES[name]) is not None:
             raise ValueError(f"{name} and {ALIASES[name]} are the same: give one")
-        result[ALIASES.get(name, name)] = value
+        result[ALIASES.get(name, name)] = _backend_of(value) if name == "structured_outputs_config" else value
     if "dtype" in result:
         dtype = str(result["dtype"]).removeprefix("torch.")  # a torch.dtype is welcome, too
         result["dtype"] = DTYPE_NAMES.get(dtype, dtype)

@@ -6,13 +6,15 @@ body that is not JSON, or has other types in them, is left for the backend to re
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
 BYTES_PER_TOKEN = 4  # of English text; loads are compared with each other, so a common factor does not matter
 ANSWER_TOKENS = 256  # of a request that does not say how long its answer may be
 MOST_TOKENS = 1 << 18  # of an answer; a client that asks for more cannot make its backend look fuller than that
+USER = msgspec.Raw(b'"user"')
+MOST_DIGITS = 30
+MOST_COMMAS = 200_000  # of messages: texts have commas, too
 GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 # What may be sent to a second backend although the first one may have begun: it only computes and keeps nothing.
 COMPUTING = {
@@ -28,13 +30,13 @@ COMPUTING = {
 
 
 class _Fields(msgspec.Struct):
-    model: Any = None
-    user: Any = None
-    prompt_cache_key: Any = None
-    n: Any = None
-    max_tokens: Any = None
-    max_completion_tokens: Any = None
-    max_output_tokens: Any = None
+    model: msgspec.Raw = msgspec.Raw()
+    user: msgspec.Raw = msgspec.Raw()
+    prompt_cache_key: msgspec.Raw = msgspec.Raw()
+    n: msgspec.Raw = msgspec.Raw()
+    max_tokens: msgspec.Raw = msgspec.Raw()
+    max_completion_tokens: msgspec.Raw = msgspec.Raw()
+    max_output_tokens: msgspec.Raw = msgspec.Raw()
     system: msgspec.Raw = msgspec.Raw()
     instructions: msgspec.Raw = msgspec.Raw()
     prompt: msgspec.Raw = msgspec.Raw()
@@ -43,7 +45,7 @@ class _Fields(msgspec.Struct):
 
 
 class _Message(msgspec.Struct):
-    role: Any = None
+    role: msgspec.Raw = msgspec.Raw()
 
 
 @dataclass(frozen=True)
@@ -87,9 +89,9 @@ def read_fields(path: str, body: bytes, given_key: bytes, chars: int) -> tuple[s
     """
     try:
         fields = msgspec.json.decode(body, type=_Fields)
-    except msgspec.DecodeError:  # no JSON, or no object
+    except (msgspec.DecodeError, RecursionError):  # no JSON, or no object, or nested too deep
         fields = _Fields()
-    model = fields.model if isinstance(fields.model, str) else None
+    model = _text(fields.model)
     key = given_key or _named(fields.prompt_cache_key) or _named(fields.user) or _beginning(fields)[:chars]
     return (
         model,
@@ -98,21 +100,34 @@ def read_fields(path: str, body: bytes, given_key: bytes, chars: int) -> tuple[s
     )
 
 
-def _named(value: Any) -> bytes:
-    return value.encode("utf-8", "surrogatepass") if isinstance(value, str) else b""
+def _text(raw: msgspec.Raw) -> str | None:
+    """``None`` if it is none; what else it may be is not decoded."""
+    if bytes(memoryview(raw)[:1]) != b'"':
+        return None
+    try:
+        return msgspec.json.decode(raw, type=str)
+    except msgspec.DecodeError:
+        return None
+
+
+def _named(raw: msgspec.Raw) -> bytes:
+    return (_text(raw) or "").encode("utf-8", "surrogatepass")
 
 
 def _beginning(fields: _Fields) -> bytes:
     """What all turns of a conversation begin with: up to the first message of the user. Of other prompts, all."""
     if fields.messages:
+        text = bytes(fields.messages)
+        if text.count(b",") > MOST_COMMAS or text[1:].lstrip(b" \t\r\n")[:1] != b"{":
+            return text  # too many entries to look at each, or no messages
         try:
             messages = msgspec.json.decode(fields.messages, type=list[msgspec.Raw])
             for i, raw in enumerate(messages):
-                if msgspec.json.decode(raw, type=_Message).role == "user":
+                if msgspec.json.decode(raw, type=_Message).role == USER:
                     return b",".join([bytes(fields.system), *map(bytes, messages[: i + 1])])
         except msgspec.DecodeError:  # no list, or one of other things than objects
             pass
-        return bytes(fields.messages)
+        return text
     return bytes(fields.instructions) + (bytes(fields.prompt) or bytes(fields.input))
 
 
@@ -121,12 +136,14 @@ def _tokens(path: str, fields: _Fields) -> int:
     if path not in GENERATING:
         return prompt
     limits = (fields.max_completion_tokens, fields.max_tokens, fields.max_output_tokens)
-    answer = next((limit for limit in limits if _is_count(limit)), ANSWER_TOKENS)
-    return prompt + min(answer * (fields.n if _is_count(fields.n) else 1), MOST_TOKENS)
+    answer = next((count for limit in limits if (count := _count(limit))), ANSWER_TOKENS)
+    return prompt + min(answer * (_count(fields.n) or 1), MOST_TOKENS)
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+def _count(raw: msgspec.Raw) -> int:
+    """An integer above 0; 0 if it is none. More than that is not told apart from :data:`MOST_TOKENS`."""
+    text = bytes(memoryview(raw)[:MOST_DIGITS])
+    return min(int(text), MOST_TOKENS) if text.isdigit() else 0
 
 
 def length(raw: msgspec.Raw) -> int:

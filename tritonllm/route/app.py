@@ -16,6 +16,7 @@ from tritonllm.http.errors import RouteError
 from tritonllm.http.guard import Keys, RefusedError, receive_body, request_id_of
 from tritonllm.http.reply import Receive, Reply, Send, end_to_end
 from tritonllm.route.config import NEEDS_RESTART, RouterConfig
+from tritonllm.route.interim import BackendAnswer
 from tritonllm.route.metrics import RouterMetrics
 from tritonllm.route.pool import Pool
 from tritonllm.route.probe import Prober
@@ -58,6 +59,7 @@ class Router:
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
             read_bufsize=BUFFER,
+            response_class=BackendAnswer,
         )
         self._proxy = Proxy(self.pool, self._session, self.metrics)
         self._prober = Prober(self.pool, self._session, self._proxy.on_down)

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import aiohttp
 
+from tritonllm.route.interim import InterimError
+
 CUT = "the connection ended in the middle of the answer"
 CLOSED = "the connection ended before the answer"
 
@@ -30,6 +32,8 @@ def cause_of(error: BaseException) -> Cause:
         host = f"[{error.host}]" if ":" in error.host else error.host
         why = _words(error.os_error)
         return Cause(f"cannot connect to {host}:{error.port}: {why or error.os_error}", why or "no connection")
+    if isinstance(error, InterimError):
+        return Cause(str(error), str(error))
     if isinstance(error, aiohttp.ClientPayloadError):
         return Cause(CUT, CUT)
     if isinstance(error, aiohttp.ServerDisconnectedError):

@@ -15,6 +15,7 @@ from tritonllm.http.reply import end_to_end
 from tritonllm.route.backend import Backend
 from tritonllm.route.cause import Cause, cause_of
 from tritonllm.route.config import RouterConfig
+from tritonllm.route.interim import InterimError
 from tritonllm.route.metrics import RouterMetrics
 
 logger = logging.getLogger(__name__)
@@ -163,7 +164,8 @@ class Upstream:
         except (aiohttp.ClientError, OSError) as error:
             if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ClientError):
                 raise self._too_late(backend, waiting, config) from error
-            raise Failure("disconnect", _unreachable(backend, cause_of(error))) from error
+            reason = "interim" if isinstance(error, InterimError) else "disconnect"
+            raise Failure(reason, _unreachable(backend, cause_of(error))) from error
         finally:
             if waiting is not None:
                 self._forget(backend, waiting)

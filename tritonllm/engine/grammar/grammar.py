@@ -10,7 +10,6 @@ flexible and efficient structured generation engine for large language models", 
 
 import logging
 import os
-import re
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,15 +23,16 @@ from tritonllm.config.sampling_params import StructuredOutputsParams
 from tritonllm.engine.data.control import MOST_FORCED, mask_of, only_token
 from tritonllm.engine.grammar import guidance
 from tritonllm.engine.grammar.characters import quoted
+from tritonllm.engine.grammar.ebnf import XGRAMMAR
 from tritonllm.engine.grammar.expressions import ignored, is_endless, too_large, without_dots
 from tritonllm.engine.grammar.grammar_rules import Rules
 from tritonllm.engine.grammar.json_schema import read_schema, unsupported
 from tritonllm.engine.grammar.patterns import TooLarge, Unreadable, whole
+from tritonllm.engine.grammar.refusals import NOT_KEPT, of_ebnf, of_regex, of_value
 from tritonllm.engine.grammar.schema_grammar import any_json, grammar_of
 
 logger = logging.getLogger(__name__)
 MOST_KEPT = 256  # compiled grammars; one of a small schema takes some hundred kilobytes
-_PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")  # of xgrammar's errors: the time, and a line of its source
 
 
 def _xgrammar() -> Any:
@@ -57,14 +57,18 @@ def parse(wish: StructuredOutputsParams) -> Any:
         large = too_large(name, value)
         if large is not None:
             raise ValueError(f"structured_outputs: {name} has {large}: make it smaller")
+    if name != "grammar":
+        try:
+            return grammar.from_ebnf(written(wish))
+        except TooLarge:
+            return _repeating(grammar, value)
+        except RuntimeError as error:
+            raise of_value(name, value, str(error)) from error
     try:
-        text = value if name == "grammar" else written(wish)
-        parsed = grammar.from_ebnf(text)
-    except TooLarge:
-        return _repeating(grammar, value)
-    except RuntimeError as error:
-        raise ValueError(f"structured_outputs: {name} cannot be used: {_PLACE.sub('', str(error)).strip()}") from error
-    if name == "grammar" and is_endless(str(parsed)):
+        parsed = grammar.from_ebnf(value)
+    except (RuntimeError, UnicodeError) as error:
+        raise of_ebnf(value, XGRAMMAR, error) from error
+    if is_endless(str(parsed)):
         raise ValueError("structured_outputs: grammar cannot be used: no text of its rule 'root' ever ends")
     return parsed
 
@@ -91,7 +95,7 @@ def written(wish: StructuredOutputsParams) -> str:
 def _expression(regex: str) -> str:
     left_out = ignored(regex)
     if left_out is not None:
-        raise ValueError(f"structured_outputs: regex has {left_out}, which a grammar cannot keep an output to: drop it")
+        raise ValueError(f"structured_outputs: regex has {left_out}, {NOT_KEPT}")
     rules = Rules()
     try:
         rules.define("root", whole(regex, rules))
@@ -107,7 +111,7 @@ def _repeating(grammar: Any, regex: str) -> Any:
     try:
         return grammar.from_regex(without_dots(regex))
     except RuntimeError as error:
-        raise ValueError(f"structured_outputs: regex cannot be used: {_PLACE.sub('', str(error)).strip()}") from error
+        raise of_regex(regex, str(error)) from error
 
 
 def _schema(wish: StructuredOutputsParams) -> str:
@@ -119,7 +123,7 @@ def _schema(wish: StructuredOutputsParams) -> str:
     except (ValueError, RecursionError) as error:
         found = "values nested too deep" if isinstance(error, RecursionError) else str(error)
     if found is not None:
-        raise ValueError(f"structured_outputs: json has {found}, which a grammar cannot keep an output to: drop it")
+        raise ValueError(f"structured_outputs: json has {found}, {NOT_KEPT}")
     return text
 
 

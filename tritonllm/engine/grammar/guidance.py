@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Mapping
 from copy import deepcopy
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -18,8 +19,10 @@ from typing import Any
 import numpy as np
 
 from tritonllm.config.sampling_params import StructuredOutputsParams
+from tritonllm.engine.grammar.ebnf import LLAMA
 from tritonllm.engine.grammar.expressions import is_endless, too_large
 from tritonllm.engine.grammar.json_schema import read_schema, uncountable
+from tritonllm.engine.grammar.refusals import NOT_KEPT, of_ebnf, of_lark, of_regex, of_value
 from tritonllm.engine.grammar.schema_document import Document
 
 _BLANKS = r"( |\n {0,32}|\n\t{0,8})?"  # between two tokens of JSON
@@ -27,6 +30,7 @@ _TIGHT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator":
 _FREE = {"whitespace_pattern": _BLANKS}
 _BOUNDS = ("exclusiveMinimum", "exclusiveMaximum", "minimum", "maximum")
 _CONTROLS = re.compile(r"\\(x|u00)[01][0-9a-fA-F]-|[\x00-\x1f]-")
+_EBNF = re.compile(r"^\s*[\w.-]+\s*::=", re.MULTILINE)
 _MIXED = ("$ref", "anyOf", "oneOf")
 
 
@@ -59,30 +63,47 @@ def parse(wish: StructuredOutputsParams) -> str:
         large = too_large(name, value)
         if large is not None:
             raise ValueError(f"structured_outputs: {name} has {large}: make it smaller")
-    if name in ("json", "json_object"):
-        schema = _schema(value) if name == "json" else {"type": ["object", "array"]}
-        how = {**(_TIGHT if wish.disable_any_whitespace else _FREE), "coerce_one_of": True}
-        text = package.LLMatcher.grammar_from_json_schema(json.dumps(schema), how)
-    elif name == "regex":
-        text = package.LLMatcher.grammar_from_regex(value)
-    elif name == "choice":
-        text = package.LLMatcher.grammar_from_lark(f"start: {' | '.join(map(json.dumps, value))}")
-    else:
-        text = _grammar(package, value)
-    wrong = package.LLMatcher.validate_grammar(text)
+    given = {"json": _schema, "grammar": _lark}.get(name, lambda value: value)(value)
+    try:
+        text = _written(package.LLMatcher, name, given, wish.disable_any_whitespace)
+        wrong = package.LLMatcher.validate_grammar(text)
+    except (ValueError, RuntimeError) as error:  # the package's own
+        wrong, text = str(error) or type(error).__name__, ""
     if wrong:
-        raise ValueError(f"structured_outputs: {name} cannot be used: {' '.join(wrong.split())}")
+        raise {"regex": of_regex, "grammar": _of_grammar}.get(name, partial(of_value, name))(value, wrong)
     return str(text)
 
 
-def _grammar(package: Any, text: str) -> str:
-    if "::=" in text and is_endless(text):
-        raise ValueError("structured_outputs: grammar cannot be used: no text of its rule 'root' ever ends")
+def _written(matcher: Any, name: str, given: Any, tight: bool) -> str:
+    """A wish in llguidance's form.
+
+    Args:
+        matcher: the package's class.
+    """
+    if name == "regex":
+        return str(matcher.grammar_from_regex(given))
+    if name == "choice":
+        given = f"start: {' | '.join(map(json.dumps, given))}"
+    if name in ("choice", "grammar"):
+        return str(matcher.grammar_from_lark(given))
+    how = {**(_TIGHT if tight else _FREE), "coerce_one_of": True}
+    schema = given if name == "json" else {"type": ["object", "array"]}
+    return str(matcher.grammar_from_json_schema(json.dumps(schema), how))
+
+
+def _lark(text: str) -> str:
     try:
-        lark = import_module("llguidance.gbnf_to_lark").any_to_lark(text)
+        lark = str(import_module("llguidance.gbnf_to_lark").any_to_lark(text))
     except Exception as error:  # the package's own, of which some are plain ones
-        raise ValueError(f"structured_outputs: grammar cannot be used: {' '.join(str(error).split())}") from error
-    return str(package.LLMatcher.grammar_from_lark(lark))
+        raise of_ebnf(text, LLAMA, error) from error
+    if lark != text and is_endless(text):
+        raise ValueError("structured_outputs: grammar cannot be used: no text of its rule 'root' ever ends")
+    return lark
+
+
+def _of_grammar(text: str, wrong: str) -> ValueError:
+    """The message for a grammar that llguidance refuses, which reads EBNF as Lark, where places are others."""
+    return of_ebnf(text, LLAMA, RuntimeError(wrong)) if _EBNF.search(text) else of_lark(wrong)
 
 
 def _schema(value: str | Mapping[str, Any]) -> Any:
@@ -92,7 +113,7 @@ def _schema(value: str | Mapping[str, Any]) -> Any:
     if found is None and any("$id" in part for part, _ in document.parts if part is not schema):
         found = "an '$id' within it (references are looked up in the whole)"
     if found is not None:
-        raise ValueError(f"structured_outputs: json has {found}, which a grammar cannot keep an output to: drop it")
+        raise ValueError(f"structured_outputs: json has {found}, {NOT_KEPT}")
     return _closed(schema)
 
 

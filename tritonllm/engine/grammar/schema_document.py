@@ -6,8 +6,9 @@ message is long.
 """
 
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from typing import Any
-from urllib.parse import unquote, urldefrag, urljoin
+from urllib.parse import quote, unquote, urldefrag, urljoin
 
 OF_ONE = ("items", "additionalProperties", "propertyNames", "unevaluatedProperties", "unevaluatedItems", "contains")
 OF_LIST = ("anyOf", "oneOf", "allOf", "prefixItems")
@@ -163,6 +164,57 @@ def inner(part: Schema) -> list[Any]:
     found = [part[name] for name in OF_ONE if name in part]
     found += [one for name in OF_LIST if isinstance(part.get(name), list) for one in part[name]]
     return found + [one for name in OF_NAMES if isinstance(part.get(name), Mapping) for one in part[name].values()]
+
+
+def has_references(schema: Schema) -> bool:
+    """Whether a schema, or one within it, refers to another."""
+    return any("$ref" in part for part, _ in Document(schema).parts)
+
+
+def moved(schema: Schema, place: str) -> dict[str, Any]:
+    """A schema that is a document of its own, for a place within another one: what its references name moves with it.
+
+    Args:
+        place: a pointer to where it will stand, as ``/$defs/a``.
+
+    Raises:
+        LookupError: a reference that names no schema in it; that is the error's argument.
+        RecursionError: it is nested too deep to be copied.
+    """
+    found = Document(deepcopy(dict(schema)))
+    pointers = _pointers(found.root)
+    for part, _ in found.parts:
+        assert isinstance(part, dict)
+        if isinstance(part.get("$ref"), str):
+            target = found.target(part)
+            if target is None:
+                raise LookupError(part["$ref"])
+            if isinstance(target, bool):  # one has no place of its own
+                part["anyOf"] = [target]
+                del part["$ref"]
+            else:
+                part["$ref"] = f"#{place}{pointers[id(target)]}"
+        for name in ("$id", "$anchor", "$schema"):
+            part.pop(name, None)
+    return dict(found.root)
+
+
+def _pointers(root: Any) -> dict[int, str]:
+    """Where each object of a document stands, by its id, as references write it."""
+    found = dict[int, str]()
+    waiting = [(root, "")]
+    while waiting:
+        value, pointer = waiting.pop()
+        if isinstance(value, Mapping):
+            found[id(value)] = pointer
+            waiting += [(one, f"{pointer}/{_step(name)}") for name, one in value.items()]
+        elif isinstance(value, list):
+            waiting += [(one, f"{pointer}/{at}") for at, one in enumerate(value)]
+    return found
+
+
+def _step(name: str) -> str:
+    return quote(name.replace("~", "~0").replace("/", "~1"), safe="~$")
 
 
 _OF_OBJECTS = ("properties", "patternProperties", "additionalProperties", "propertyNames", "unevaluatedProperties")

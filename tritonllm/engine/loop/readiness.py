@@ -10,6 +10,7 @@ from tritonllm.engine.text.output_processor import RequestState
 
 logger = logging.getLogger(__name__)
 BRIEF_WAIT = 2e-4  # seconds, where other engines may want to take a step with this one
+FAILED = "structured_outputs could not be compiled: the log says why"
 LONGEST_WAIT = 0.05  # seconds that a step waits for one of them when nothing else is to do
 
 
@@ -64,18 +65,11 @@ class Unscheduled:
         for state in [state for state in self._states.values() if _is_ready(state)]:
             del self._states[state.request_id]
             error = None if state.grammar is None else state.grammar.exception()
-            text = None if error is None else f"structured_outputs could not be compiled: {_words(error)}"
-            found.append(ReadyRequest(state, text))
+            found.append(ReadyRequest(state, None if error is None else FAILED))
+            if error is not None:  # a library's, in words for its developers: what a user did wrong was said before
+                logger.error("a grammar could not be compiled", exc_info=error)
         return found
 
 
 def _is_ready(state: RequestState) -> bool:
     return (state.grammar is None or state.grammar.done()) and (state.fetch is None or state.fetch.done)
-
-
-def _words(error: BaseException) -> str:
-    """What a user reads of an error: another library's own text is for its developers."""
-    if isinstance(error, ValueError):
-        return str(error)
-    logger.error("a grammar could not be compiled", exc_info=error)
-    return "the log says why"

@@ -66,7 +66,8 @@ class EngineArgs(VllmEngine):
     step_timeout: float | None = None
     enable_sleep_mode: bool = False
     logits_processors: list[Any] | None = None
-    structured_outputs_backend: str = "auto"
+    structured_outputs_backend: str | None = None
+    structured_outputs_config: str | dict[str, Any] | None = None
 
     def create_engine_config(self) -> EngineConfig:
         """The engine's configuration that these arguments ask for.

@@ -28,6 +28,7 @@ from tritonllm.serve.parsing.choose import TOOL_PARSERS, choose
 
 T = TypeVar("T")
 AT_ONCE = 8  # requests of bodies with several prompts that begin in one turn of the event loop
+BEGIN_AT_ONCE = 64  # tasks of these, each of which asks for its turn
 CLIENT_LEFT = 499  # nobody reads the answer; the log shows why there is none
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
 
@@ -200,9 +201,17 @@ async def merge(streams: Sequence[AsyncGenerator[RequestOutput, None]], at_once:
         except Exception as error:
             await queue.put((index, error))
 
-    tasks = [asyncio.create_task(forward(index)) for index in range(len(streams))]
+    tasks = list[asyncio.Task[None]]()
+
+    async def begin() -> None:
+        for index in range(len(streams)):
+            tasks.append(asyncio.create_task(forward(index)))
+            if index % BEGIN_AT_ONCE == BEGIN_AT_ONCE - 1:
+                await asyncio.sleep(0)  # or the first steps of all of them would be one turn of the event loop
+
+    beginning = asyncio.create_task(begin())
     try:
-        running = len(tasks)
+        running = len(streams)
         while running:
             index, item = await queue.get()
             if isinstance(item, BaseException):
@@ -212,9 +221,10 @@ async def merge(streams: Sequence[AsyncGenerator[RequestOutput, None]], at_once:
             else:
                 yield index, item
     finally:
+        beginning.cancel()
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(beginning, *tasks, return_exceptions=True)
 
 
 def answer_id(prefix: str, request: Request, chosen: str | None) -> str:

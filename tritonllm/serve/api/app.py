@@ -19,6 +19,7 @@ from tritonllm.serve.api.completions_api import complete
 from tritonllm.serve.api.config import ServerConfig
 from tritonllm.serve.api.errors import APIError, as_api_error, error_response, unreadable_body, validation_error
 from tritonllm.serve.api.guard import Guard
+from tritonllm.serve.api.large_bodies import route_for_large_bodies
 from tritonllm.serve.api.messages_api import count_tokens, message
 from tritonllm.serve.api.messages_protocol import CountRequest, MessagesRequest
 from tritonllm.serve.api.metrics import ServerMetrics
@@ -62,6 +63,7 @@ def make_app(
         lifespan=lifespan,
         redirect_slashes=False,
     )
+    app.router.route_class = route_for_large_bodies()
     app.state.draining, running = False, running or SharedCount()
     metrics = ServerMetrics(llm, config.model_names[0], metrics_folder)
     service = Service(llm, config, metrics.ignored)

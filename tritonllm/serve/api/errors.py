@@ -142,7 +142,7 @@ def unreadable_body(error: Exception) -> APIError | None:
     """What is wrong with a body that could not be parsed, if that is why a request is refused."""
     if isinstance(error.__cause__, UnicodeDecodeError):
         return APIError(400, "the body is not UTF-8: send JSON in UTF-8")
-    return as_api_error(error.__cause__) if isinstance(error.__cause__, RecursionError) else None
+    return as_api_error(error.__cause__) if isinstance(error.__cause__, RecursionError | APIError) else None
 
 
 def validation_error(error: RequestValidationError, request: Request) -> APIError:

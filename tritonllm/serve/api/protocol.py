@@ -164,6 +164,9 @@ def _structured(given: dict[str, Any]) -> StructuredOutputsParams:
         raise ValueError(f"structured_outputs: {error}") from error
 
 
+ALLOWED = "allowed_tools"  # a type of tool_choice
+
+
 class ToolsBody(Body):
     """A body with tools, of which some may be of kinds that there are not here: these are left out.
 
@@ -195,12 +198,11 @@ class ToolsBody(Body):
         Raises:
             ValueError: the tool that must be called is one of those that are left out.
         """
-        chosen = _names_of(choice) if isinstance(choice, dict) else []
+        chosen = {*_names_chosen(choice)}
         for _, tool, kind in self._kinds():
-            if kind != self.tool_kind:
-                for name in chosen:
-                    if name in _names_of(tool):
-                        raise ValueError(f"tool_choice names {name!r}, a tool of type {kind!r}: there are none here")
+            found = [name for name in _names_of(tool) if name in chosen] if kind != self.tool_kind else []
+            if found:
+                raise ValueError(f"tool_choice names {found[0]!r}, a tool of type {kind!r}: there are none here")
 
     def _kinds(self) -> Iterator[tuple[int, dict[str, Any], str]]:
         for index, tool in enumerate(self.tools or ()):
@@ -208,6 +210,26 @@ class ToolsBody(Body):
             if not isinstance(kind, str):
                 raise ValueError(f"tools[{index}].type must be text, got {kind!r}")
             yield index, tool, kind
+
+
+def _function(tool: Any) -> Mapping[str, Any]:
+    """What a tool, or a choice of one, says of its function."""
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    return function if isinstance(function, Mapping) else {}
+
+
+def _names_chosen(choice: Any) -> Iterator[str]:
+    """By which the tools of a choice may be known."""
+    if not isinstance(choice, Mapping):
+        return
+    if choice.get("type") != ALLOWED:
+        yield from _names_of(choice)
+        return
+    given = choice.get(ALLOWED, choice)  # the Responses API has it in the choice itself
+    tools = given.get("tools") if isinstance(given, Mapping) else None
+    for tool in tools if isinstance(tools, list) else ():
+        if isinstance(tool, Mapping):
+            yield from _names_of(tool)
 
 
 def _names_of(tool: Mapping[str, Any]) -> list[str]:
@@ -424,15 +446,46 @@ class ChatRequest(SamplingBody, ToolsBody):
         self.check_choice(self.tool_choice)
         if self.forced and not functions:
             raise ValueError("tool_choice asks for a call, but there are no tools: add tools, or leave it out")
-        chosen = self.named_tool()
-        if chosen is not None and chosen not in functions:
-            raise ValueError(f"tool_choice names the function {chosen!r}, which is not one of tools")
+        chosen, allowed = self.named_tool(), self.allowed_tools()
+        for name in [*([] if chosen is None else [chosen]), *(allowed or ())]:
+            if name not in functions:
+                raise ValueError(f"tool_choice names the function {name!r}, which is not one of tools")
+        if allowed is not None:
+            return {name: function for name, function in functions.items() if name in allowed}
         return {} if self.tool_choice == "none" else functions
 
     @property
     def forced(self) -> bool:
         """A call must be made."""
-        return self.tool_choice == "required" or isinstance(self.tool_choice, dict)
+        mode = self._allowed().get("mode") if self._allows_some else self.tool_choice
+        return mode == "required" or (isinstance(self.tool_choice, dict) and not self._allows_some)
+
+    @property
+    def _allows_some(self) -> bool:
+        return isinstance(self.tool_choice, dict) and self.tool_choice.get("type") == ALLOWED
+
+    def _allowed(self) -> Mapping[str, Any]:
+        given = self.tool_choice.get(ALLOWED) if isinstance(self.tool_choice, dict) else None
+        return given if isinstance(given, dict) else {}
+
+    def allowed_tools(self) -> list[str] | None:
+        """The functions that may be called, where that is not all; each once.
+
+        Raises:
+            ValueError: a choice of some that has not OpenAI's form.
+        """
+        if not self._allows_some:
+            return None
+        given = self._allowed()
+        tools = given.get("tools")
+        functions = [_function(tool) for tool in tools] if isinstance(tools, list) else []
+        names = [function.get("name") for function in functions]
+        if given.get("mode") not in ("auto", "required") or not names or not all(isinstance(one, str) for one in names):
+            raise ValueError(
+                f'tool_choice of type {ALLOWED} must have "mode", auto or required, and "tools", a list of functions '
+                "by name that is not empty"
+            )
+        return list(dict.fromkeys(map(str, names)))
 
     def named_tool(self) -> str | None:
         """The function that must be called.
@@ -440,14 +493,13 @@ class ChatRequest(SamplingBody, ToolsBody):
         Raises:
             ValueError: a choice that has not OpenAI's form.
         """
-        if not isinstance(self.tool_choice, dict):
+        if not isinstance(self.tool_choice, dict) or self._allows_some:
             return None
-        function = self.tool_choice.get("function")
-        name = function.get("name") if isinstance(function, dict) else None
+        name = _function(self.tool_choice).get("name")
         if not isinstance(name, str):
             raise ValueError(
-                'tool_choice must be none, auto, required or {"type": "function", "function": {"name": ...}}, got '
-                f"{self.tool_choice!r}"
+                'tool_choice must be none, auto, required, {"type": "function", "function": {"name": ...}} or '
+                f'{{"type": "{ALLOWED}", "{ALLOWED}": {{"mode": ..., "tools": [...]}}}}, got {self.tool_choice!r}'
             )
         return name
 
@@ -476,9 +528,16 @@ class ChatRequest(SamplingBody, ToolsBody):
             chat_template=self.chat_template or chat_template,
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=self.continue_final_message,
-            tools=None if self.tool_choice == "none" else [tool for _, tool in self.callable_tools()],
+            tools=self._shown_tools(),
             chat_template_kwargs=variables,
         )
+
+    def _shown_tools(self) -> list[dict[str, Any]] | None:
+        """The tools that the template describes to the model."""
+        if self.tool_choice == "none":
+            return None
+        allowed = self.allowed_tools()
+        return [tool for _, tool in self.callable_tools() if allowed is None or _function(tool)["name"] in allowed]
 
 
 def chat_request(fields: dict[str, Any]) -> ChatRequest:

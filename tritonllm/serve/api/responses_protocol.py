@@ -6,7 +6,17 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from tritonllm.serve.api.fields import STATELESS
-from tritonllm.serve.api.protocol import Body, ChatRequest, Objects, Strings, TokenCount, ToolsBody, Word, chat_request
+from tritonllm.serve.api.protocol import (
+    ALLOWED,
+    Body,
+    ChatRequest,
+    Objects,
+    Strings,
+    TokenCount,
+    ToolsBody,
+    Word,
+    chat_request,
+)
 
 SAME = (  # in chat completions
     *("temperature", "top_p", "top_k", "seed", "stop", "repetition_penalty", "ignore_eos", "parallel_tool_calls"),
@@ -101,11 +111,20 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 def _choice(choice: str | Mapping[str, Any]) -> Any:
     if isinstance(choice, str):
         return choice
-    if choice.get("type") != "function":
+    if choice.get("type") == ALLOWED:
+        tools = choice.get("tools")
+        named = [_choice(tool) if _is_function(tool) else tool for tool in tools] if isinstance(tools, list) else tools
+        return {"type": ALLOWED, ALLOWED: {"mode": choice.get("mode"), "tools": named}}
+    if not _is_function(choice):
         raise ValueError(
-            f'tool_choice must be none, auto, required or {{"type": "function", "name": ...}}, got {choice!r}'
+            f'tool_choice must be none, auto, required, {{"type": "function", "name": ...}} or {{"type": "{ALLOWED}", '
+            f'"mode": ..., "tools": [...]}}, got {choice!r}'
         )
     return {"type": "function", "function": {"name": choice.get("name")}}
+
+
+def _is_function(choice: Any) -> bool:
+    return isinstance(choice, Mapping) and choice.get("type") == "function"
 
 
 def _form(form: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The assistant's next turn in a conversation: its prompt, how to sample it, and how to read it."""
 
+import asyncio
 import json
 import secrets
 from collections.abc import Callable, Mapping
@@ -10,12 +11,21 @@ from fastapi import Request
 
 from tritonllm.config.beam_search_params import BeamSearchParams
 from tritonllm.config.prompts import Prompt
-from tritonllm.config.sampling_params import SamplingParams, StructuredOutputsParams
+from tritonllm.config.sampling_params import MAX_SCHEMA_CHARS, SamplingParams, StructuredOutputsParams, size_of
 from tritonllm.config.thought_format import ThoughtFormat
+from tritonllm.engine.grammar.schema_document import has_references, moved
 from tritonllm.serve.api.answering import Service, unless_disconnected
 from tritonllm.serve.api.beam_search import search_params
 from tritonllm.serve.api.protocol import ChatRequest
-from tritonllm.serve.parsing.pieces import AnswerReader, Arguments, FilteredReader, Piece, Reasoning, ToolCallBegin
+from tritonllm.serve.parsing.pieces import (
+    AnswerReader,
+    Arguments,
+    FilteredReader,
+    Only,
+    Piece,
+    Reasoning,
+    ToolCallBegin,
+)
 from tritonllm.serve.parsing.source import SourceReader
 from tritonllm.serve.parsing.tools import named, required
 
@@ -58,7 +68,7 @@ async def prepare(
     """
     config, formats = service.config, service.formats
     functions = body.tool_names()
-    form = forced_form(body, functions)
+    form = await asyncio.to_thread(forced_form, body, functions) if body.forced else None  # schemas may be long
     options = body.options(
         config.chat_template, config.trust_request_chat_template, config.default_chat_template_kwargs
     )
@@ -96,10 +106,12 @@ async def prepare(
             reader: AnswerReader = formats.thinking(prompt["prompt"], calls) if thinks else calls
         else:
             reader = formats.reader(prompt["prompt"], list(functions), has_form=has_form)
+        if body.allowed_tools() is not None:
+            reader = Only(reader, functions)
         return FilteredReader(reader, _wanted(body))
 
     ids = _nine_characters if formats.tools == "mistral" else _call_id
-    ends_with_calls = not isinstance(body.tool_choice, dict)
+    ends_with_calls = body.named_tool() is None
     return ChatTurn(prompt, params, new_reader, ids, ends_with_calls, service.llm.inputs.tokenizer)
 
 
@@ -142,30 +154,45 @@ def forced_form(body: ChatRequest, functions: Mapping[str, Schema]) -> Structure
     The answer is then the arguments of the named function, or a list of ``{"name", "parameters"}``.
 
     Raises:
-        ValueError: two functions define different schemas under one name.
+        ValueError: the parameters of a function refer to what is not in them, are nested too deep or too long.
     """
     if not body.forced:
         return None
     chosen = body.named_tool()
+    given = [function.get("parameters") for name, function in functions.items() if chosen in (None, name)]
+    if size_of(given, MAX_SCHEMA_CHARS) > MAX_SCHEMA_CHARS:
+        raise ValueError(f"tools: their parameters have more than {MAX_SCHEMA_CHARS} characters: make them smaller")
     if chosen is not None:
-        schema: Schema = functions[chosen].get("parameters") or _ANYTHING
+        schema: Schema = _parameters(chosen, functions[chosen], "")
     else:
         schema = _list_of_calls(functions, 1 if body.parallel_tool_calls is False else None)
     return StructuredOutputsParams(json=json.dumps(schema), disable_any_whitespace=True)
 
 
+def _parameters(name: str, function: Schema, place: str) -> dict[str, Any]:
+    """What a function takes, as a schema that can stand at this place of another.
+
+    Raises:
+        ValueError: see :func:`forced_form`.
+    """
+    try:
+        return moved(function.get("parameters") or _ANYTHING, place)
+    except LookupError as error:
+        raise ValueError(
+            f"tools: '$ref' in the parameters of {name!r} must name a schema that is in them, got {error.args[0]!r}"
+        ) from error
+    except RecursionError as error:
+        raise ValueError(f"tools: the parameters of {name!r} are nested too deep") from error
+
+
 def _list_of_calls(functions: Mapping[str, Schema], most: int | None) -> dict[str, Any]:
-    definitions: dict[str, dict[str, Any]] = {"$defs": {}, "definitions": {}}
+    """Parameters with references are a definition of their own, in which these stay: others may have equal names."""
+    definitions = dict[str, Any]()
     calls = []
-    for name, function in functions.items():
-        parameters = dict(function.get("parameters") or _ANYTHING)
-        for key, known in definitions.items():  # references begin at the root, so the definitions must be there
-            own_definitions = parameters.pop(key, {})
-            if not isinstance(own_definitions, dict):
-                raise ValueError(f"tools: {key} in the parameters of {name!r} must be an object")
-            for own, schema in own_definitions.items():
-                if known.setdefault(own, schema) != schema:
-                    raise ValueError(f"tools: two functions have different schemas {key}/{own}: rename one of them")
+    for number, (name, function) in enumerate(functions.items()):
+        parameters = _parameters(name, function, f"/$defs/{number}")
+        if has_references(parameters):
+            definitions[str(number)], parameters = parameters, {"$ref": f"#/$defs/{number}"}
         call = {
             "type": "object",
             "properties": {"name": {"type": "string", "enum": [name]}, "parameters": parameters},
@@ -175,4 +202,4 @@ def _list_of_calls(functions: Mapping[str, Schema], most: int | None) -> dict[st
         calls.append(call)
     limits = {"minItems": 1} if most is None else {"minItems": 1, "maxItems": most}
     items = calls[0] if len(calls) == 1 else {"anyOf": calls}
-    return {"type": "array", "items": items, **limits, **{key: known for key, known in definitions.items() if known}}
+    return {"type": "array", "items": items, **limits, "$defs": definitions}

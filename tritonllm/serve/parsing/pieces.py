@@ -1,6 +1,6 @@
 """What a reader finds in the text of an answer, in pieces that can be sent at once."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -119,6 +119,35 @@ class FilteredReader:
 
     def finish(self) -> list[Piece]:
         return [piece for piece in self._reader.finish() if self._keep(piece)]
+
+
+class Only:
+    """Leaves out the calls of other tools than these, and numbers the rest anew.
+
+    Args:
+        reader: finds the calls.
+        names: the names of the tools that may be called.
+    """
+
+    def __init__(self, reader: AnswerReader, names: Collection[str]) -> None:
+        self._reader, self._names = reader, names
+        self._numbers = dict[int, int]()  # of the calls that stay: as they come, and as they are passed on
+
+    def feed(self, text: str) -> list[Piece]:
+        return [*self._allowed(self._reader.feed(text))]
+
+    def finish(self) -> list[Piece]:
+        return [*self._allowed(self._reader.finish())]
+
+    def _allowed(self, pieces: list[Piece]) -> Iterator[Piece]:
+        for piece in pieces:
+            if isinstance(piece, ToolCallBegin) and piece.name in self._names:
+                self._numbers[piece.index] = len(self._numbers)
+                yield ToolCallBegin(self._numbers[piece.index], piece.name)
+            elif isinstance(piece, Arguments) and piece.index in self._numbers:
+                yield Arguments(self._numbers[piece.index], piece.text)
+            elif not isinstance(piece, ToolCallBegin | Arguments):
+                yield piece
 
 
 def read(reader: AnswerReader, *texts: str) -> ParsedAnswer:
