@@ -43,7 +43,7 @@ from bench.engine_workloads import write_model
 from bench.prefill_decode_groups import CONNECTORS, GROUPS, Group, Setup, started
 from bench.prefill_decode_table import judged
 from bench.serve_load import CLIENTS, different_errors, latest_send, model_config, num_gpus, send_all
-from tritonllm.cli.bench_serve import Ask, Told
+from tritonllm.cli.bench_serve import PlannedRequest, Told
 
 MODEL = "llama-3.1-8b"
 DEFAULT_GROUPS = ("split", "shared", "chunked")
@@ -67,19 +67,19 @@ class Traffic:
     warm_up: float
     window: float
 
-    def asks(self) -> list[Ask]:
+    def asks(self) -> list[PlannedRequest]:
         """The same ones each time, in order; the short ones do not depend on the rate of the long ones."""
         kinds = (("short", self.short_rate, self.short), ("long", self.long_rate, self.long))
         asks = [ask for name, rate, lengths in kinds for ask in self._stream(random.Random(name), rate, *lengths)]
         return sorted(asks, key=lambda ask: ask.at)
 
-    def _stream(self, chance: random.Random, rate: float, input_len: int, output_len: int) -> Iterator[Ask]:
+    def _stream(self, chance: random.Random, rate: float, input_len: int, output_len: int) -> Iterator[PlannedRequest]:
         at = chance.expovariate(rate)
         while at < self.warm_up + self.window:
-            yield Ask(at, input_len, output_len)
+            yield PlannedRequest(at, input_len, output_len)
             at += chance.expovariate(rate)
 
-    def kind(self, ask: Ask) -> str:
+    def kind(self, ask: PlannedRequest) -> str:
         return "long" if ask.input_len == self.long[0] else "short"
 
     @property
@@ -162,7 +162,7 @@ def warm_up(group: Group, traffic: Traffic, clients: Executor, vocab: int) -> No
     """Raises:
     RuntimeError: the group does not answer.
     """
-    asks = [Ask(0.1 * at, *lengths) for at in range(FIRST_ASKS) for lengths in (traffic.short, traffic.long)]
+    asks = [PlannedRequest(0.1 * at, *lengths) for at in range(FIRST_ASKS) for lengths in (traffic.short, traffic.long)]
     told, _ = send_all(asks, group.url, clients, vocab, seed=0)
     errors = different_errors(told)
     if errors:

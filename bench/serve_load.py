@@ -47,7 +47,7 @@ from autotune.revision import commit
 from bench import serve_faults
 from bench.engine_workloads import MODELS, TOKEN_IDS, write_model
 from bench.serving import NAME, ROOT, Server, server
-from tritonllm.cli.bench_serve import Ask, Told, results, send
+from tritonllm.cli.bench_serve import PlannedRequest, Told, results, send
 
 DEFAULT_PARTS = ("llama", "saturation", "qwen", "faults")
 PARTS = (*DEFAULT_PARTS, "replicas")
@@ -80,12 +80,12 @@ class Scenario:
     every: float = 2.0
     offline: bool = False
 
-    def asks(self) -> list[Ask]:
+    def asks(self) -> list[PlannedRequest]:
         chance, at, asks = random.Random(len(self.name)), 0.0, []
         for number in range(self.count):
             if self.burst:
                 at = number // self.burst * self.every
-            asks.append(Ask(at, self.input_len, self.output_len))
+            asks.append(PlannedRequest(at, self.input_len, self.output_len))
             if self.rate is not None:
                 at += chance.expovariate(self.rate)
         return asks
@@ -107,7 +107,7 @@ def rehearsed(scenario: Scenario) -> Scenario:
     return replace(scenario, **smaller, burst=min(scenario.burst, 3))
 
 
-def send_share(url: str, asks: Sequence[Ask], begin: float, seed: int, vocab: int) -> list[Told]:
+def send_share(url: str, asks: Sequence[PlannedRequest], begin: float, seed: int, vocab: int) -> list[Told]:
     """Send requests at their times; the main function of a client process.
 
     Args:
@@ -117,7 +117,7 @@ def send_share(url: str, asks: Sequence[Ask], begin: float, seed: int, vocab: in
     return asyncio.run(_send_share(url, asks, begin, seed, vocab))
 
 
-async def _send_share(url: str, asks: Sequence[Ask], begin: float, seed: int, vocab: int) -> list[Told]:
+async def _send_share(url: str, asks: Sequence[PlannedRequest], begin: float, seed: int, vocab: int) -> list[Told]:
     import aiohttp
 
     chance = random.Random(seed)
@@ -127,14 +127,16 @@ async def _send_share(url: str, asks: Sequence[Ask], begin: float, seed: int, vo
     connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None, sock_connect=60)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
 
-        async def one(ask: Ask, prompt: list[int]) -> Told:
+        async def one(ask: PlannedRequest, prompt: list[int]) -> Told:
             await asyncio.sleep(begin + ask.at - time.perf_counter())
             return await send(session, url, {**body, "prompt": prompt, "max_tokens": ask.output_len}, ask)
 
         return list(await asyncio.gather(*map(one, asks, prompts)))
 
 
-def send_all(asks: Sequence[Ask], url: str, clients: Executor, vocab: int, seed: int) -> tuple[list[Told], float]:
+def send_all(
+    asks: Sequence[PlannedRequest], url: str, clients: Executor, vocab: int, seed: int
+) -> tuple[list[Told], float]:
     """What came of requests, which :data:`CLIENTS` processes share, and when they began by ``time.perf_counter``.
 
     Args:

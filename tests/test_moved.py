@@ -77,3 +77,19 @@ def test_scripts_of_before_run():
     assert "tritonllm.sampling_params is tritonllm.config.sampling_params now" in done.stderr and done.returncode
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "tritonllm.engine.transfer.params\n"
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new"),
+    [
+        ("tritonllm.teach.xray.stages", "Recorder", "StageRecorder"),
+        ("tritonllm.teach.tutorial.lesson", "Ask", "LessonQuestion"),
+        ("tritonllm.teach.tutorial.lesson", "Show", "ValueTable"),
+    ],
+)
+def test_classes_have_their_old_names_still(module, old, new):
+    found = importlib.import_module(module)
+    with pytest.warns(DeprecationWarning, match=f"{module}.{old} is {module}.{new} now"):
+        assert getattr(found, old) is getattr(found, new)
+    with pytest.raises(AttributeError, match=r"has no attribute 'Nothing'"):
+        found.Nothing  # noqa: B018

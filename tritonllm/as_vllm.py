@@ -45,7 +45,7 @@ def _dashed(args: Sequence[str]) -> list[str]:
 
 
 class LoRARequest:
-    """In the place of vLLM's: adapters are not served here."""
+    """Stands for vLLM's class of this name, and refuses it: adapters are not served here."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise ValueError("LoRARequest: adapters are not supported; merge the adapter into the model's weights")

@@ -80,7 +80,7 @@ def index_of_device(name: str) -> int:
 
 
 def leave_nccl_errors_to_us() -> None:
-    """Without this torch ends a process whose peer has died, and no request would learn why."""
+    """Keep torch from ending a process whose peer has died: no request would learn why."""
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     # A warning of every rank that two ranks' messages go one after the other, as those of one way are to
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "0")

@@ -26,7 +26,7 @@ class RequestAdded:
     """A request came in, at its ``arrival_time``.
 
     Attributes:
-        sequence_ids: under which steps know it.
+        sequence_ids: the ids under which steps know its sequences.
         prompt_token_ids: the prompt, tokenized.
         params: :class:`~tritonllm.SamplingParams`, or those of a beam search or of pooling.
     """
@@ -42,7 +42,7 @@ class Part(NamedTuple):
     """A sequence's part of a step.
 
     Attributes:
-        sequence_id, request_id: whose.
+        sequence_id, request_id: the ids of the sequence and of its request.
         kind: one new token (``decode``); one with drafts behind it (``verify``); a part of the prompt, or of a sequence
             that is computed again (``prefill``).
         start: position of the first token that is computed.
@@ -52,9 +52,9 @@ class Part(NamedTuple):
         num_known_tokens: prompt and output, as far as the host knows them.
         num_prompt_tokens: the prompt's.
         admitted: this step is its first, or its first after a preemption.
-        cached_tokens: of an admitted one, tokens whose keys and values were there already.
-        block_ids: its block table, with the blocks that the step was given.
-        new_blocks: so many of the last of them were allocated for this step.
+        cached_tokens: if it is admitted, how many tokens had their keys and values in the cache already.
+        block_ids: the block table of the sequence, with the blocks that the step was given.
+        new_blocks: how many of the last of them were allocated for this step.
     """
 
     sequence_id: str
@@ -79,7 +79,7 @@ class StepPlanned:
     Attributes:
         seconds: host time of the decision.
         step: steps are numbered from 1.
-        parts: in the order of the step's rows.
+        parts: the parts of the step's sequences, in the order of the step's rows.
         preempted: sequences that lost their blocks to make room.
         copies: blocks that are copied first (copy-on-write), each with its target.
         stores, loads: blocks that go to the host's memory, some while the step computes them, and that come back from
@@ -87,7 +87,7 @@ class StepPlanned:
         token_budget: most tokens of a step (``max_num_batched_tokens``).
         num_running, num_waiting: sequences, after the decision.
         admission_end: why no more of those that wait came in.
-        num_blocks, num_free_blocks: of the KV cache, after the decision.
+        num_blocks, num_free_blocks: how many blocks the KV cache has, and how many of them are free after the decision.
         num_cached_blocks: blocks whose contents the prefix cache can find, in use or free.
         evicted_blocks: blocks whose cached contents were given up for others, since the start.
         idle: block tables of sequences that run and have no part in this step: they wait for a token or for blocks.
@@ -128,7 +128,7 @@ class StepLaunched:
 
     Attributes:
         seconds: host time of the launch.
-        late: its tokens are drawn when the host knows the results of the step before.
+        late: whether the step's tokens are drawn when the host knows the results of the step before.
     """
 
     time: float
@@ -177,7 +177,7 @@ class StepFinished:
 
     Attributes:
         seconds: how long the host waited for them.
-        tokens: of the sequences that got some.
+        tokens: the new tokens of the sequences that got some.
         draft_seconds: time that a drafter took, over all steps so far.
     """
 
@@ -203,7 +203,7 @@ class RequestFinished:
 
     Attributes:
         first_token_time: when the first of its sequences got its first token, if one did.
-        finish_reasons, num_output_tokens: of each of its sequences.
+        finish_reasons, num_output_tokens: for each of its sequences, why it ended and how many tokens it generated.
         num_cached_tokens: prompt tokens that the prefix cache gave.
         num_preemptions: how often its sequences lost their blocks.
         error: what went wrong, if anything did.
@@ -223,8 +223,8 @@ class RequestFinished:
 
 @dataclass(frozen=True, slots=True)
 class EngineReset:
-    """Nothing is left in the cache: a step was broken off, which ends all requests, or the prefix cache was reset while
-    there were none."""
+    """The cache was emptied: a step was broken off, which ends all requests, or the prefix cache was reset while there
+    were none."""
 
     time: float
     reason: str
@@ -248,10 +248,10 @@ class Present:
     """What there is at the moment, for those who begin to listen late (``engine.present()``); not an event.
 
     Attributes:
-        requests: that are unfinished.
-        tables: block tables of the sequences that run.
-        num_output_tokens: of sequences that have some.
-        num_blocks: of the KV cache.
+        requests: the unfinished requests.
+        tables: the block tables of the sequences that run, by sequence id.
+        num_output_tokens: how many tokens each sequence has generated, of those that have some.
+        num_blocks: how many blocks the KV cache has.
         kept_blocks: blocks that nobody uses and whose contents can be found.
     """
 
@@ -264,7 +264,7 @@ class Present:
 
 
 class Events:
-    """Whoever listens to one engine.
+    """The sinks that listen to one engine.
 
     Attributes:
         heard: whether anybody does. An engine asks several times a step, so it is no method.

@@ -7,11 +7,12 @@
 import importlib
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 PACKAGE, ROOT = __name__.split(".")[0], Path(__file__).parent
 # By a room's old place, the folders that its files went to, the first one first; ``*`` is each room inside.
@@ -71,7 +72,24 @@ class MovedModules(MetaPathFinder, Loader):
         sys.modules[spec.name] = importlib.import_module(spec.origin)
 
 
+def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
+    """A module's ``__getattr__`` by which its classes have their old names still, with a DeprecationWarning.
+
+    Args:
+        module: ``__name__``.
+        names: new names, by old ones.
+    """
+
+    def getattr_(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        warnings.warn(f"{module}.{name} is {module}.{names[name]} now", DeprecationWarning, stacklevel=2)
+        return getattr(sys.modules[module], names[name])
+
+    return getattr_
+
+
 def install() -> None:
-    """Once, behind all other finders."""
+    """Install the finder once, behind all other finders."""
     if not any(isinstance(finder, MovedModules) for finder in sys.meta_path):
         sys.meta_path.append(MovedModules())

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-import torch.distributed as dist
+from support.ranks import in_threads
 from support.waiting import PATIENCE
 
 from tritonllm.config.parallel import ParallelConfig
@@ -16,24 +16,8 @@ CPU = torch.device("cpu")
 
 def run_stages(stages, ranks, work):
     """What ``work`` returns on each rank of all stages."""
-    store, results, errors = dist.HashStore(), {}, []
     parallel = ParallelConfig(tensor_parallel_size=ranks, pipeline_parallel_size=stages)
-
-    def run(rank):
-        try:
-            results[rank] = work(meet(store, rank, parallel, CPU, timeout=PATIENCE))
-        except BaseException as error:  # raised below
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(stages * ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
-    if errors:
-        raise errors[0]
-    assert len(results) == stages * ranks, "some never came to an end"
-    return results
+    return in_threads(stages * ranks, lambda store, rank: meet(store, rank, parallel, CPU, timeout=PATIENCE), work)
 
 
 @pytest.mark.parametrize(("stages", "ranks"), [(2, 1), (3, 1), (2, 2)])
@@ -48,8 +32,7 @@ def test_what_is_sent_goes_round(stages, ranks):
                 pipe.send(pipe.receive(x) + 1)
         return team.pipe.stage
 
-    found = run_stages(stages, ranks, work)
-    assert [found[rank] for rank in sorted(found)] == [rank // ranks for rank in range(stages * ranks)]
+    assert run_stages(stages, ranks, work) == [rank // ranks for rank in range(stages * ranks)]
 
 
 def test_first_messages_are_sent_before_the_first_step(monkeypatch):
@@ -68,7 +51,7 @@ def test_first_messages_are_sent_before_the_first_step(monkeypatch):
         team.pipe.send(torch.ones(2))
         return before, sent[threading.current_thread()], team.pipe.receive(torch.zeros(2)).tolist()
 
-    for before, after, received in run_stages(3, 1, work).values():
+    for before, after, received in run_stages(3, 1, work):
         assert before == [torch.uint8] and after == [torch.uint8, torch.float32] and received == [1.0, 1.0]
 
 

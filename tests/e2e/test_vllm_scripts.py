@@ -19,8 +19,8 @@ from tritonllm import (
     SamplingParams,
     TextPrompt,
     TokensPrompt,
-    inputs,
 )
+from tritonllm.config import prompts as inputs
 from tritonllm.demo import model_path
 from tritonllm.engine.loop.metrics import Counter, Gauge, Histogram, Vector
 

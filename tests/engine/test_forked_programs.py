@@ -66,6 +66,7 @@ def test_threads_that_are_the_first_to_start_some_share_what_forks(monkeypatch):
 
     forks = forked_programs._start.__wrapped__
     monkeypatch.setattr(forked_programs, "_start", cache(start))
+    monkeypatch.setattr(forked_programs, "_execute_child", forked_programs._execute_child.__wrapped__)
     ask = "import os; print(os.getppid())"
     with ThreadPoolExecutor(2) as threads:
         done = list(threads.map(lambda _: forked_programs.run([sys.executable, "-c", ask]), range(2)))

@@ -12,6 +12,7 @@ from support.server import MODEL, eventually, running_server
 from support.streams import Stream
 from support.waiting import PATIENCE
 
+import tritonllm
 from tritonllm import LLM, AsyncEngineArgs, AsyncLLM
 from tritonllm.demo import model_path
 from tritonllm.engine.data.asleep import AsleepError
@@ -26,7 +27,8 @@ ENGINE = {"block_size": 4, "num_gpu_blocks_override": 64, "max_num_seqs": 8, "ma
 
 @pytest.fixture(scope="module")
 def admin():
-    with running_server("--server-dev-mode", "--enable-sleep-mode", "--api-server-count", "2") as running:
+    options = "--server-dev-mode", "--enable-sleep-mode", "--api-server-count", "2", "--root-path", "/llm"
+    with running_server(*options, "--enable-tokenizer-info-endpoint") as running:
         yield running
 
 
@@ -46,6 +48,22 @@ def post(server, path, **kwargs):
 
 def sleeping(server):
     return server.client.get("/is_sleeping").json() == {"is_sleeping": True}
+
+
+def test_paths_below_a_root_that_may_be_taken_away(admin):
+    get = admin.client.get
+    assert get("/llm/v1/models").json() == get("/v1/models").json()
+    assert get("/openapi.json").json()["servers"] == [{"url": "/llm"}]
+    assert [get(path).status_code for path in ("/llm/health", "/llmhealth", "/other/health")] == [200, 404, 404]
+
+
+def test_what_the_server_is(admin):
+    told = admin.client.get("/server_info", params={"config_format": "json"}).json()
+    assert told["version"] == tritonllm.__version__ and told["vllm_config"]["model"]["model"] == str(model_path())
+    assert f"model={str(model_path())!r}" in admin.client.get("/server_info").json()["vllm_config"]
+    tokenizer = admin.client.get("/tokenizer_info").json()
+    assert "Fast" in tokenizer["tokenizer_class"] or "Tokenizer" in tokenizer["tokenizer_class"]
+    assert "{%" in tokenizer["chat_template"] and "eos_token" in tokenizer
 
 
 @pytest.mark.parametrize("level", [1, 2])

@@ -12,7 +12,7 @@ from bench.prefill_decode_groups import Setup, parts_of, router_config
 from bench.prefill_decode_table import judged
 from bench.reports import kind_of
 from bench.tables import table
-from tritonllm.cli.bench_serve import Ask, Told
+from tritonllm.cli.bench_serve import PlannedRequest, Told
 
 pytestmark = pytest.mark.long
 
@@ -33,9 +33,9 @@ def test_each_group_gets_the_same_requests():
 
 def test_only_the_window_counts():
     traffic = replace(TRAFFIC, warm_up=1.0, window=2.0)
-    early = Told(Ask(0.5, 128, 8), 100.5, [100.75, 101.0, 101.5, 103.5], 8)
-    late = Told(Ask(2.0, 8192, 2), 102.0, [102.25, 102.5], 2)
-    failed = Told(Ask(2.0, 128, 8), 102.0, [102.1], 1, "it broke off")
+    early = Told(PlannedRequest(0.5, 128, 8), 100.5, [100.75, 101.0, 101.5, 103.5], 8)
+    late = Told(PlannedRequest(2.0, 8192, 2), 102.0, [102.25, 102.5], 2)
+    failed = Told(PlannedRequest(2.0, 128, 8), 102.0, [102.1], 1, "it broke off")
     found = numbers([early, late, failed], 100.0, traffic)
     assert found["requests"] == 1 and found["time_to_first_token_ms"] == {"50": 250.0, "99": 250.0, "max": 250.0}
     assert found["output_tokens_per_second"] == (2 * 2 + 2) / 2.0  # an event of the first one holds two tokens

@@ -13,7 +13,7 @@ from support.fake_server import fake_server
 from support.server import MODEL, eventually
 
 from tritonllm.cli import bench_serve_plot, main
-from tritonllm.cli.bench_serve import Ask, Told, arrivals, read_trace, results
+from tritonllm.cli.bench_serve import PlannedRequest, Told, arrivals, read_trace, results
 from tritonllm.cli.bench_serve_client import lines
 
 pytestmark = pytest.mark.long
@@ -48,16 +48,16 @@ def test_a_trace(tmp_path):
         '{"timestamp": 1500, "input_length": 7, "output_length": 3, "hash_ids": [1]}\n\n'
         '{"timestamp": 0, "input_length": 5, "output_length": 2}\n'
     )
-    assert read_trace(path) == [Ask(0.0, 5, 2), Ask(1.5, 7, 3)]
+    assert read_trace(path) == [PlannedRequest(0.0, 5, 2), PlannedRequest(1.5, 7, 3)]
     path.write_text(
         '{"timestamp": 1700000001500, "input_length": 7, "output_length": 3}\n'
         '{"timestamp": 1700000000000, "input_length": 5, "output_length": 2}\n'
     )
-    assert read_trace(path) == [Ask(0.0, 5, 2), Ask(1.5, 7, 3)], "from the first request on"
+    assert read_trace(path) == [PlannedRequest(0.0, 5, 2), PlannedRequest(1.5, 7, 3)], "from the first request on"
     path.write_bytes(
         b'\xef\xbb\xbf{"timestamp": 0, "input_length": 5, "output_length": 2, "who": "a\xe2\x80\xa8b"}\r\n'
     )
-    assert read_trace(path) == [Ask(0.0, 5, 2)]
+    assert read_trace(path) == [PlannedRequest(0.0, 5, 2)]
     for text, message in (
         ("{}", "line 1 needs"),
         ("", "has no requests"),
@@ -75,9 +75,9 @@ def test_a_trace(tmp_path):
 
 
 def test_what_is_counted():
-    fast = Told(Ask(0, 10, 3), sent=1.0, arrivals=[1.1, 1.2, 1.4], output_tokens=3)
-    slow = Told(Ask(0, 20, 2), sent=1.0, arrivals=[2.0, 3.0], output_tokens=2)
-    lost = Told(Ask(0, 5, 2), sent=1.0, arrivals=[1.5], error="broke off")
+    fast = Told(PlannedRequest(0, 10, 3), sent=1.0, arrivals=[1.1, 1.2, 1.4], output_tokens=3)
+    slow = Told(PlannedRequest(0, 20, 2), sent=1.0, arrivals=[2.0, 3.0], output_tokens=2)
+    lost = Told(PlannedRequest(0, 5, 2), sent=1.0, arrivals=[1.5], error="broke off")
     report = results([fast, slow, lost], 2.0, {"ttft": 200.0, "tpot": 500.0})
     assert (report["num_requests"], report["failed_requests"]) == (2, 1)
     assert (report["prompt_tokens"], report["output_tokens"]) == (30, 5)

@@ -1,11 +1,13 @@
 """``tritonllm serve``: mistakes are found before a model is loaded."""
 
+import json
 import subprocess
 import sys
 
 import pytest
 
-from tritonllm.cli import main
+from tritonllm.cli import build_parser, check, main
+from tritonllm.cli.config_file import expanded
 from tritonllm.cli.serve import check_tls, origins_of
 from tritonllm.serve.api.template import read_template
 
@@ -25,6 +27,17 @@ from tritonllm.serve.api.template import read_template
         (["--pooler-config", "{"], "pooler_config is no JSON"),
         (["--scheduling-policy", "fair"], "invalid choice"),
         (["--unknown"], "unrecognized arguments"),
+        (["--default-chat-template-kwargs", "{"], "--default-chat-template-kwargs is no JSON"),
+        (["--default-chat-template-kwargs", "[]"], "--default-chat-template-kwargs must be a dict"),
+        (
+            ["--default-chat-template-kwargs", '{"tools": 1}'],
+            "--default-chat-template-kwargs: chat_template_kwargs has",
+        ),
+        (["--override-generation-config", "{"], "override_generation_config is no JSON"),
+        (["--root-path", "llm/"], "--root-path must begin with /"),
+        (["--config", "a.yaml", "--config=b.yaml"], "--config takes one file"),
+        (["--config"], "--config takes one file"),
+        (["--config", "none.yaml"], "No such file"),
     ],
 )
 def test_a_mistake_is_wrong_usage(options, message, capsys):
@@ -32,6 +45,45 @@ def test_a_mistake_is_wrong_usage(options, message, capsys):
         main(["serve", *options])
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("port: 99999", "--port must be"),
+        ("port: [", "cannot be read as YAML"),
+        ("- port", "must be a mapping of options"),
+        ("config: other.yaml", "a file cannot name another one"),
+        ("port:", "port has no value"),
+        ("prot: 8080", "unrecognized arguments: --prot=8080"),
+    ],
+)
+def test_a_mistake_in_a_file_is_wrong_usage(text, message, tmp_path, capsys):
+    (tmp_path / "options.yaml").write_text(text)
+    with pytest.raises(SystemExit) as caught:
+        main(["serve", "--config", str(tmp_path / "options.yaml")])
+    assert caught.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_options_of_a_file(tmp_path):
+    file = tmp_path / "options.yaml"
+    file.write_text(
+        "model: from-the-file\nport: 8123\nserved-model-name: [a, b]\nstrict_fields: true\nquiet: false\n"
+        "api-key: [one, two]\nkv-transfer-config: {kv_connector: FileStore}\nmax-model-len: 64\n"
+    )
+    args = build_parser().parse_args(expanded(["serve", "--max-model-len", "32", f"--config={file}"]))
+    check(args)
+    assert (args.model, args.port, args.served_model_name, args.max_model_len) == (
+        "from-the-file",
+        8123,
+        ["a", "b"],
+        32,
+    )
+    assert args.strict_fields and not args.quiet and args.api_key == ["one", "two"]
+    assert json.loads(args.kv_transfer_config) == {"kv_connector": "FileStore"}
+    args = build_parser().parse_args(expanded(["serve", "named", "--config", str(file), "--port=1"]))
+    check(args)
+    assert (args.model, args.port) == ("named", 1)
 
 
 def test_a_template_that_is_not_there(tmp_path, capsys):

@@ -45,6 +45,7 @@ from tritonllm.serve.api.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
+    chat_request,
 )
 from tritonllm.serve.api.responses_protocol import ResponsesRequest
 
@@ -235,3 +236,14 @@ def test_a_field_at_its_limit_holds_up_no_stream(roomy, pulse, field):
         if gap <= 40 * median:
             return
     raise AssertionError(f"gaps of a stream, in its medians: {seen}")
+
+
+def test_variables_of_the_template_that_a_request_does_not_bring():
+    defaults = {"enable_thinking": False, "style": "short"}
+
+    def variables(**more):
+        return chat_request({"messages": [{"role": "user", "content": "a"}], **more}).options(None, False, defaults)
+
+    assert variables().chat_template_kwargs == defaults
+    options = variables(chat_template_kwargs={"enable_thinking": True}, reasoning_effort="low")
+    assert options.chat_template_kwargs == {"enable_thinking": True, "style": "short", "reasoning_effort": "low"}

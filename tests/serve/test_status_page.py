@@ -32,6 +32,15 @@ def test_it_is_one_file_that_asks_nobody_else(server):
     assert not re.findall(r"https?://|src=|href=(?!\"data:,\")", PAGE)
 
 
+def test_probes_and_the_load(server):
+    assert [server.client.request(how, "/ping").json() for how in ("GET", "POST")] == [{"status": "ok"}] * 2
+    eventually(lambda: server.client.get("/load").json() == {"server_load": 0})
+    stream = Stream(server, max_tokens=1500)
+    eventually(lambda: server.client.get("/load").json() == {"server_load": 1})
+    stream.end()
+    eventually(lambda: server.client.get("/load").json() == {"server_load": 0})
+
+
 def test_the_metrics_that_it_reads_are_there(server):
     assert server.client.post("/v1/completions", json=ASK).status_code == 200
     text = server.client.get("/metrics").text

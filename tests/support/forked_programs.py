@@ -24,14 +24,14 @@ from support.forking import FORKING, Forks, execute_child, read_at_import
 _STARTING = threading.Lock()
 
 
-def _execute_child() -> Callable[..., None]:
-    """The same for all threads: two that fork at a time would take each other's children for orphans."""
+def forks() -> Forks:
+    """What asks the process that forks: one for all threads, as each of two would take the other's orphans."""
     with _STARTING:
         return _start()
 
 
 @cache
-def _start() -> Callable[..., None]:
+def _start() -> Forks:
     """Start the process that forks."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, str(Path(__file__).with_name("forking.py")), str(theirs.fileno())]
@@ -44,7 +44,12 @@ def _start() -> Callable[..., None]:
         ours.shutdown(socket.SHUT_RDWR)  # for a process that a test forks has it open, too
         process.wait()
 
-    return execute_child(Forks(ours), read_at_import(os.environ))
+    return Forks(ours)
+
+
+@cache
+def _execute_child() -> Callable[..., None]:
+    return execute_child(forks(), read_at_import(os.environ))
 
 
 class Popen(subprocess.Popen):

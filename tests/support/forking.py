@@ -34,7 +34,7 @@ IMPORTED = [
     "tritonllm.engine.ranks.worker",
     "tritonllm.serve.engines.engine_process",
     *(
-        f"tritonllm.serve.{name}_api"
+        f"tritonllm.serve.api.{name}_api"
         for name in ("admin", "completions", "messages", "pooling", "profile", "responses")
     ),
     "tritonllm.serve.api.tracing",

@@ -1,27 +1,20 @@
 """Engines and ranks whose processes begin with all imports done, for tests of what they compute and answer.
 
 A process that is spawned imports torch, the engine and transformers' tokenizers anew, 3 s of processor time: more than
-all else of most such tests. Here one process imports them once, and the others are forks of it. All else is as in
-spawned ones: arguments come pickled, and nothing of the test's process is there. How processes begin and end is tested
-without.
+all else of most such tests. Here each is a fork of the process of :mod:`support.forked_programs`, which has imported
+them once. All else is as in spawned ones: arguments come pickled, and nothing of the test's process is there. How
+processes begin and end is tested without.
 """
 
-import multiprocessing
+import multiprocessing.util
 from collections.abc import Iterator
 from contextlib import contextmanager
-from unittest.mock import patch
 
 import psutil
 import torch
 
-from support.forking import FORKING
-
-# The last is what an engine with a tokenizer imports when it loads it.
-IMPORTED = [
-    "tritonllm.engine.ranks.worker",
-    "tritonllm.serve.engines.engine_process",
-    "transformers.models.auto.tokenization_auto",
-]
+from support.forked_programs import forks
+from support.forking import FORKING, spawn_forks
 
 
 @contextmanager
@@ -30,19 +23,17 @@ def imported_processes() -> Iterator[None]:
     if torch.cuda.is_available():
         yield
         return
-    get_context = multiprocessing.get_context
-    get_context("forkserver").set_forkserver_preload(IMPORTED)
-    with patch.object(
-        multiprocessing, "get_context", lambda name=None: get_context("forkserver" if name == "spawn" else name)
-    ):
+    plain = multiprocessing.util.spawnv_passfds
+    spawn_forks(forks())
+    try:
         yield
+    finally:
+        multiprocessing.util.spawnv_passfds = plain
 
 
 def engine_processes(process: psutil.Process | None = None) -> list[psutil.Process]:
     """Processes of engines and ranks that this one (or another) has started: spawned ones, and forks of the one that
     has imported the engine."""
-    found = (process or psutil.Process()).children(recursive=True)
-    forked = [child for child in found if "multiprocessing.forkserver" in " ".join(child.cmdline())]
-    mine = lambda child: "forking.py" in " ".join(child.cmdline()) and child.name() != FORKING  # noqa: E731
-    spawned = [child for child in found if "spawn_main" in " ".join(child.cmdline()) or mine(child)]
-    return [*spawned, *(child for child in forked if child.parent() in forked)]
+    found = [(child, " ".join(child.cmdline())) for child in (process or psutil.Process()).children(recursive=True)]
+    forked = [child for child, line in found if "forking.py" in line and child.name() != FORKING]
+    return [*(child for child, line in found if "spawn_main" in line), *forked]

@@ -15,20 +15,32 @@ from support.waiting import PATIENCE
 from tritonllm.dist.connect import connect
 from tritonllm.dist.group import Group
 
-Result = TypeVar("Result")
+Result, Joined = TypeVar("Result"), TypeVar("Joined")
+CPU = torch.device("cpu")
 
 
 def run_ranks(size: int, work: Callable[[Group], Result]) -> list[Result]:
     """What ``work`` returns on each rank; the first error of any is raised."""
-    store, results, errors = dist.HashStore(), {}, []
+    return in_threads(size, lambda store, rank: connect(store, rank, size, CPU, timeout=PATIENCE), work)
+
+
+def in_threads(size: int, join: Callable[[dist.Store, int], Joined], work: Callable[[Joined], Result]) -> list[Result]:
+    """What ``work`` returns on each rank, given what ``join`` returns there.
+
+    Nobody begins before all have joined: gloo takes a rank that leaves for one that has failed, if another one is still
+    connecting.
+    """
+    store, results, errors, joined = dist.HashStore(), {}, [], threading.Barrier(size)
 
     def run(rank: int) -> None:
         try:
-            group = connect(store, rank, size, torch.device("cpu"), timeout=PATIENCE)
+            group = join(store, rank)
+            joined.wait(PATIENCE)
             with torch.inference_mode():
                 results[rank] = work(group)
         except BaseException as error:  # raised below
             errors.append(error)
+            joined.abort()
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:
@@ -37,6 +49,7 @@ def run_ranks(size: int, work: Callable[[Group], Result]) -> list[Result]:
         thread.join(PATIENCE)
     if errors:
         raise errors[0]
+    assert len(results) == size, "some never came to an end"
     return [results[rank] for rank in range(size)]
 
 

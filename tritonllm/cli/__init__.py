@@ -36,6 +36,7 @@ from tritonllm.cli import (
     trace,
     tutorial,
 )
+from tritonllm.cli.config_file import expanded
 from tritonllm.cli.options import SEVERAL
 from tritonllm.system.log_text import OTHERS, OneLineFormatter
 from tritonllm.system.starting import no_searches
@@ -113,6 +114,8 @@ def check(args: argparse.Namespace) -> None:
         args.wrong_usage("stdout is closed, and results go there")
     if not hasattr(args, "model"):  # route loads none
         return
+    if args.model is None:
+        args.model = getattr(args, "named_model", None)
     if args.model is None:  # a server has its own
         elsewhere = getattr(args, "url", None) is not None or getattr(args, "names_of_servers", False)
         args.model = None if elsewhere else default_model()
@@ -144,7 +147,12 @@ def main(argv: Sequence[str] | None = None, *, make_llm: Callable[..., Any] = ma
     args = None
     try:
         try:
-            args = build_parser().parse_args(argv)
+            words = list(sys.argv[1:] if argv is None else argv)
+            parser = build_parser()
+            try:
+                args = parser.parse_args(expanded(words) if words[:1] == ["serve"] else words)
+            except (ValueError, OSError) as error:  # of the file that --config names
+                parser.error(str(error))
             check(args)
             with logging_to_stderr(args.verbose):
                 return args.run(args, make_llm)

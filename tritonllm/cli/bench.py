@@ -205,5 +205,5 @@ def table(report: dict[str, Any]) -> str:
 
 
 def number(value: float) -> str:
-    """Whole numbers and large ones without digits after the point, others with four digits."""
+    """A number as text: whole numbers and large ones without digits after the point, others with four digits."""
     return f"{value:,.0f}" if isinstance(value, int) or value >= 1000 else f"{value:.4g}"

@@ -8,13 +8,13 @@ from typing import Any
 
 
 def check_file(option: str, path: Path | None) -> None:
-    """Folders that are missing are made; a file that is there stays as it is.
+    """Check that a file can be written. Folders that are missing are made; a file that is there stays as it is.
 
     Args:
-        option: whose value it is, for the message; ``None`` is one that was not given.
+        option: the option that names the file, for the message.
 
     Raises:
-        ValueError: it is a folder, or cannot be written.
+        ValueError: the path is a folder, or cannot be written.
     """
     if path is None:
         return
@@ -33,8 +33,10 @@ def check_file(option: str, path: Path | None) -> None:
 
 
 def write_report(report: dict[str, Any], path: Path | None) -> None:
-    """Args:
-        path: ``None``: nowhere.
+    """Write the results to a file, as JSON.
+
+    Args:
+        path: the file; ``None``: nothing is written.
 
     Raises:
         OSError: it cannot be written.

@@ -44,7 +44,7 @@ class Timed:
         return [1e3 * (at.first_token_time - at.arrival_time) for at in times]
 
     def per_token_ms(self) -> list[float]:
-        """Of the requests that have more than one token."""
+        """Milliseconds for each token after the first, of the requests that have more than one token."""
         counted = [(output.metrics, len(output.outputs[0].token_ids) - 1) for output in self.outputs]
         return [1e3 * (at.finished_time - at.first_token_time) / more for at, more in counted if more]
 
@@ -54,9 +54,9 @@ class Bench:
 
     Args:
         llm: the engine.
-        vocab_size: of the model.
-        temperature: of all requests.
-        seed: of the prompts.
+        vocab_size: the size of the model's vocabulary.
+        temperature: the temperature of all requests.
+        seed: the seed of the prompts.
     """
 
     def __init__(self, llm: Any, vocab_size: int, temperature: float, seed: int) -> None:
@@ -98,7 +98,7 @@ class Bench:
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """By linear interpolation, as numpy does it."""
+    """Percentiles of some values, with linear interpolation, as numpy computes them."""
     ordered, found = sorted(values), {}
     for percent in PERCENTILES:
         at = (len(ordered) - 1) * percent / 100

@@ -291,7 +291,7 @@ def _about(args: argparse.Namespace, model: str) -> dict[str, Any]:
 
 
 def _device() -> str:
-    """Of this machine; the server's may be another."""
+    """The name of this machine's device; the server's may be another."""
     try:
         import torch
     except ImportError:

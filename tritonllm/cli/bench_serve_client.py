@@ -52,7 +52,7 @@ async def model_of(session: Any, base: str) -> str:
     """The first name that a server has.
 
     Args:
-        session: of aiohttp.
+        session: a session of aiohttp.
         base: the server's address, without ``/v1``.
 
     Raises:
@@ -76,7 +76,7 @@ async def send(session: Any, base: str, body: dict[str, Any], ask: PlannedReques
     """Stream one completion, and note when each of its events came.
 
     Args:
-        session: of aiohttp.
+        session: a session of aiohttp.
         base: the server's address, without ``/v1``.
         body: the request, with ``stream`` and ``include_usage``.
     """

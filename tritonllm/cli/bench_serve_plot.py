@@ -11,7 +11,7 @@ SLICES = 60  # of time, in each of which tokens are counted
 
 
 def check_drawing(path: Path) -> None:
-    """Before anything is measured.
+    """Check that the results can be drawn; called before anything is measured.
 
     Raises:
         ImportError: there is no matplotlib.
@@ -46,7 +46,7 @@ def draw(told: Sequence[Any], seconds: float, title: str, path: Path) -> None:
 
     Args:
         told: :class:`~tritonllm.cli.bench_serve.Told`; those that failed are left out.
-        seconds: from the first request to the last token.
+        seconds: the seconds from the first request to the last token.
     """
     from matplotlib.figure import Figure
 

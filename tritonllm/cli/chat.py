@@ -35,7 +35,7 @@ USES = {
 
 
 def add_parsers(commands: Any) -> list[argparse.ArgumentParser]:
-    """Both commands; they take a model."""
+    """Add the parsers of ``tritonllm chat`` and ``tritonllm complete``; both take a model."""
     return [_add_parser(commands, name) for name in USES]
 
 
@@ -78,9 +78,11 @@ def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
 
 
 def make_talker(args: argparse.Namespace, make_llm: Callable[..., Any]) -> Talker:
-    """Raises:
-    ValueError: a bad value, or engine options for a server.
-    RuntimeError: the server does not answer.
+    """The talker that the options ask for: a model in this process, or a server.
+
+    Raises:
+        ValueError: a bad value, or engine options for a server.
+        RuntimeError: the server does not answer.
     """
     sampling, engine = given(args, OPTIONS), given(args, ENGINE)
     SamplingParams(**sampling)
@@ -100,10 +102,12 @@ def make_talker(args: argparse.Namespace, make_llm: Callable[..., Any]) -> Talke
 
 
 class Conversation:
-    """Args:
-    talker: who answers.
-    system: the first message, if any.
-    chat: false: each text is continued, and nothing is remembered.
+    """A conversation with a model.
+
+    Args:
+        talker: the talker that answers.
+        system: the first message, if any.
+        chat: whether messages are remembered; if not, each text is continued by itself.
     """
 
     def __init__(self, talker: Talker, system: str | None, *, chat: bool) -> None:
@@ -126,8 +130,10 @@ class Conversation:
         self.messages = [*asked, {"role": "assistant", "content": answer}]
 
     def save(self, path: str) -> None:
-        """Raises:
-        OSError: the file cannot be written.
+        """Write the messages to a file, as JSON.
+
+        Raises:
+            OSError: the file cannot be written.
         """
         text = json.dumps(self.messages, ensure_ascii=False, indent=1)
         Path(path).write_text(text + "\n", encoding="utf-8")

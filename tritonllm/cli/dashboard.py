@@ -32,8 +32,10 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 
 
 def check() -> None:
-    """Raises:
-    ValueError: a package or a terminal is missing.
+    """Check that the dashboard can be shown.
+
+    Raises:
+        ValueError: a package or a terminal is missing.
     """
     if find_spec("textual") is None:
         raise ValueError(MISSING)
@@ -60,7 +62,7 @@ def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
 
 
 def add_options(group: Any) -> None:
-    """To ``tritonllm generate``."""
+    """Add the options of the dashboard to ``tritonllm generate``."""
     group.add_argument(
         "--dashboard", action="store_true", help="show requests, tokens/s, the KV pool and steps on one screen"
     )
@@ -73,8 +75,10 @@ def add_options(group: Any) -> None:
 
 
 def make_viewer(args: argparse.Namespace) -> Viewer | None:
-    """Raises:
-    ValueError: a bad value, or a package or a terminal is missing.
+    """The viewer of ``--dashboard``; ``None`` without that option.
+
+    Raises:
+        ValueError: a bad value, or a package or a terminal is missing.
     """
     speed = args.dashboard_speed
     if not args.dashboard:

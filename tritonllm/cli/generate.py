@@ -243,7 +243,7 @@ def answer(
 
 
 def is_stopped(job: Job) -> bool:
-    """Whoever watches has seen enough."""
+    """Whether someone who watches has seen enough."""
     return any(isinstance(viewer, Stops) and viewer.stopped for viewer in job.viewers)
 
 

@@ -90,5 +90,5 @@ def fields_of(specs: Sequence[Any]) -> dict[str, Any]:
 
 
 def brief(value: Any) -> str:
-    """Of a rotation, what layers differ in; other values as they are."""
+    """A short text of a value: for a rotation the base, which layers differ in; other values as they are."""
     return f"base {value.base:g}" if hasattr(value, "base") else str(value)

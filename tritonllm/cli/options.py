@@ -53,6 +53,10 @@ ENGINE: dict[str, dict[str, Any]] = {
     "revision": {"metavar": "REV", "help": "branch, tag or commit of a hub id"},
     "device": {"metavar": "NAME", "help": "auto (default: the GPU if there is one), cpu, cuda, cuda:1"},
     "dtype": {"choices": DTYPES, "help": "default: auto, the model's own on a GPU, float32 on the CPU"},
+    "language-model-only": {
+        "action": "store_true",
+        "help": "of a model that reads images, too, the text model alone: always so, there are no others",
+    },
     "load-format": {
         "choices": LOAD_FORMATS,
         "help": "which files (default: auto, safetensors before pt); dummy: random weights, when only speed matters",

@@ -73,7 +73,7 @@ def as_json(lines: Sequence[LayerReport]) -> dict[str, Any]:
 
 
 def as_table(lines: Sequence[LayerReport]) -> str:
-    """The same for readers."""
+    """A report of the layers' balance as a table for readers."""
     told = as_json(lines)
     rows = [*((f"{name:>5}", values) for name, values in told["layers"].items()), ("  all", told)]
     texts = ["balancedness: the mean load of the ranks by the largest", "layer  before  after"]

@@ -12,7 +12,7 @@ def base_of(option: str, url: str) -> str:
     """The address to which ``/v1/...`` is added; a path in it is kept, and ``/v1`` at its end may be there or not.
 
     Args:
-        option: whose value it is, for the message.
+        option: the option that gives the address, for the message.
 
     Raises:
         ValueError: no address of a server.
@@ -30,7 +30,8 @@ def base_of(option: str, url: str) -> str:
 
 
 def error_text(error: Any) -> str:
-    """Of the field ``error`` of an answer: an object with a message, as OpenAI has it, or a text, as others do."""
+    """The text of the field ``error`` of an answer: an object with a message, as OpenAI has it, or a text, as others
+    do."""
     if isinstance(error, dict) and "message" in error:
         return str(error["message"])
     return error if isinstance(error, str) else json.dumps(error)

@@ -12,6 +12,7 @@ from typing import Any
 from tritonllm import env
 from tritonllm.cli.options import ENGINE, LIMITS, SEVERAL, add_options, given
 from tritonllm.cli.pooling_options import POOLING
+from tritonllm.config.checks import json_mapping
 from tritonllm.config.engine import POLICIES, EngineConfig
 from tritonllm.system.starting import no_searches, stopped_by_sigterm
 
@@ -29,6 +30,7 @@ SERVER: dict[str, dict[str, Any]] = {
     "host": {"metavar": "NAME", "help": "address to listen on (default: 127.0.0.1, this machine only)"},
     "port": {"type": int, "metavar": "N", "help": "default: 8000; 0 takes a free one"},
     "uds": {"metavar": "PATH", "help": "listen on a Unix socket instead"},
+    "root-path": {"metavar": "PATH", "help": "where what stands before the server offers its paths, as /llm"},
     "ssl-certfile": {"metavar": "FILE", "help": "certificate for TLS"},
     "ssl-keyfile": {"metavar": "FILE", "help": "its key"},
     "tool-call-parser": {
@@ -57,7 +59,11 @@ SERVER: dict[str, dict[str, Any]] = {
     },
     "server-dev-mode": {
         "action": "store_true",
-        "help": "clients may use /sleep, /wake_up, /reload_weights, /reset_prefix_cache, /expert_load",
+        "help": "clients may use /sleep, /wake_up, /reload_weights, /reset_prefix_cache, /expert_load, /server_info",
+    },
+    "enable-tokenizer-info-endpoint": {
+        "action": "store_true",
+        "help": "clients may read the tokenizer's configuration and the chat template (/tokenizer_info)",
     },
     **LIMITS,
     "drain-seconds": {
@@ -86,6 +92,10 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     )
     parser.set_defaults(run=run, wrong_usage=parser.error)
     group = parser.add_argument_group("server")
+    group.add_argument("--model", dest="named_model", help=argparse.SUPPRESS)  # of the file; and scripts of others
+    group.add_argument(
+        "--config", metavar="FILE", help="options in YAML, as `port: 8080`; those of the command line count more"
+    )
     group.add_argument(
         "--served-model-name", nargs="+", metavar="NAME", help="names of the model in requests (default: MODEL)"
     )
@@ -103,6 +113,11 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         help="whose pages in browsers may ask, as https://chat.example, or '*' (default: nobody's)",
     )
     group.add_argument("--chat-template", metavar="FILE", help="a Jinja template instead of the tokenizer's")
+    group.add_argument(
+        "--default-chat-template-kwargs",
+        metavar="JSON",
+        help='variables of the template for requests that do not bring these: {"enable_thinking": false}',
+    )
     group.add_argument(
         "--max-queue", type=int, default=1024, metavar="N", help="most sequences that wait (default: 1024); then: 429"
     )
@@ -122,6 +137,10 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
             "generation-config": {
                 "metavar": "NAME",
                 "help": "where sampling defaults come from: auto (default: the model), vllm (none), or a folder",
+            },
+            "override-generation-config": {
+                "metavar": "JSON",
+                "help": 'counts more than the model\'s generation_config.json: {"temperature": 0.5}',
             },
             "seed": {"type": int, "metavar": "N", "help": "of requests that bring none (default: 0)"},
             **SEVERAL,
@@ -148,6 +167,7 @@ def check(args: argparse.Namespace) -> tuple[EngineConfig, Any]:
     more = (
         "policy",
         "generation_config",
+        "override_generation_config",
         "seed",
         "skip_tokenizer_init",
         "enable_sleep_mode",
@@ -163,11 +183,13 @@ def check(args: argparse.Namespace) -> tuple[EngineConfig, Any]:
     profiler = None if args.profiler_config is None else ProfilerConfig.of(args.profiler_config)
     if profiler is not None:
         profiler.check_folder()
+    name, variables = "--default-chat-template-kwargs", args.default_chat_template_kwargs
     config = ServerConfig(
         model_names=tuple(args.served_model_name or [args.model]),
         api_keys=tuple(keys),
         allowed_origins=origins_of(args.allowed_origins or ()),
         chat_template=template,
+        default_chat_template_kwargs={} if variables is None else json_mapping(name, variables),
         profiler_config=profiler,
     )
     config = dataclasses.replace(config, **given(args, SERVER))
@@ -199,8 +221,10 @@ def origins_of(given: Sequence[str]) -> tuple[str, ...]:
 
 
 def check_tls(certfile: str, keyfile: str) -> None:
-    """Raises:
-    OSError: a file cannot be read, or they are no certificate and its key.
+    """Check the files of a certificate and its key.
+
+    Raises:
+        OSError: a file cannot be read, or they are no certificate and its key.
     """
     for option, name in (("--ssl-certfile", certfile), ("--ssl-keyfile", keyfile)):
         try:

@@ -22,9 +22,11 @@ class Talker(Protocol):
 
 
 class LocalTalker:
-    """Args:
-    llm: an :class:`LLM`.
-    params: of all answers.
+    """A talker that asks an engine in this process.
+
+    Args:
+        llm: an :class:`LLM`.
+        params: the sampling parameters of all answers.
     """
 
     def __init__(self, llm: Any, params: SamplingParams) -> None:
@@ -54,13 +56,13 @@ class LocalTalker:
 
 
 class RemoteTalker:
-    """A server with OpenAI's API.
+    """A talker that asks a server with OpenAI's API.
 
     Args:
-        url: with or without ``/v1``.
-        model: a name that it serves; ``None``: its first.
+        url: the address of the server, with or without ``/v1``.
+        model: a name of a model that it serves; ``None``: its first.
         key: an API key, if it wants one.
-        fields: of all requests.
+        fields: the fields that all requests have.
 
     Raises:
         RuntimeError: it does not answer, or not as such a server does.
@@ -85,8 +87,10 @@ class RemoteTalker:
         return self._texts("/completions", {"prompt": prompt}, lambda choice: choice["text"])
 
     def _texts(self, path: str, body: Mapping[str, Any], text_of: Callable[[Any], str | None]) -> Iterator[str]:
-        """Raises:
-        RuntimeError: an answer that is an error, or that cannot be read.
+        """The texts of a streamed answer, as they come.
+
+        Raises:
+            RuntimeError: an answer that is an error, or that cannot be read.
         """
         with self._open(path, {**self._fields, **body}) as response:
             try:
@@ -103,8 +107,10 @@ class RemoteTalker:
                 raise RuntimeError(f"the server's answer cannot be read: {type(error).__name__}: {error}") from error
 
     def _open(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Raises:
-        RuntimeError: no server, or an answer that is an error.
+        """Send a request, and return the open answer.
+
+        Raises:
+            RuntimeError: no server, or an answer that is an error.
         """
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._base + path, data, self._headers)

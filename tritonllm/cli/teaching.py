@@ -27,8 +27,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def viewers_of(args: argparse.Namespace) -> list[Viewer]:
-    """Raises:
-    ValueError: a bad value, or a package is missing.
+    """The viewers that the options ask for.
+
+    Raises:
+        ValueError: a bad value, or a package is missing.
     """
     made = [viewer for _, make in MODES if (viewer := make(args)) is not None]
     if any(isinstance(viewer, Stops) for viewer in made) and sum(viewer.shows_text for viewer in made) > 1:

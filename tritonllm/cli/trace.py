@@ -31,8 +31,10 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises:
-    ValueError: a bad value.
+    """Check the options.
+
+    Raises:
+        ValueError: a bad value.
     """
     if args.top < 1:
         raise ValueError(f"--top must be at least 1, got {args.top}")

@@ -69,8 +69,10 @@ def converse(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
 
 
 def listed(progress: ProgressFile) -> list[str]:
-    """Raises:
-    ValueError: the progress file holds something else.
+    """The lines of the list of lessons, with how far the learner is.
+
+    Raises:
+        ValueError: the progress file holds something else.
     """
     reached = progress.read()
     rows = []

@@ -12,16 +12,17 @@ class BeamSearchParams:
     """Parameters of :meth:`tritonllm.LLM.beam_search`.
 
     Args:
-        beam_width: sequences that go on at the same time, and that are returned; 1 is greedy.
-        max_tokens: most new tokens of each.
-        ignore_eos: the end-of-sequence token ends none.
+        beam_width: how many sequences go on at the same time, and are returned; 1 is greedy.
+        max_tokens: the most new tokens of each sequence.
+        ignore_eos: go on after the end-of-sequence token.
         temperature: 0 or 1. Beams are compared by the model's own probabilities, which it does not change.
-        length_penalty: from -32 to 32. Finished sequences are compared by the sum of their tokens' log-probabilities,
-            divided by the number of new tokens to this power. Above 0 it favours long sequences, below 0 short ones.
+        length_penalty: the power of the length, from -32 to 32. Finished sequences are compared by the sum of their
+            tokens' log-probabilities, divided by the number of new tokens to this power. Above 0 it favours long
+            sequences, below 0 short ones.
         early_stopping: when to end. True: once ``beam_width`` sequences have finished. False: once the best one that
             goes on would not beat the worst of them if it ended now. ``"never"``: once it could not, however long it
             becomes (with a positive ``length_penalty``; else as False). The argument of transformers' ``generate``.
-        include_stop_str_in_output: the text keeps the end-of-sequence token.
+        include_stop_str_in_output: keep the end-of-sequence token in the text.
 
     Raises:
         ValueError: a value outside its range; the message names the parameter.

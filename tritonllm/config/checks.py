@@ -1,6 +1,9 @@
 """What configurations check of their values: each raises a ``ValueError`` that names the argument."""
 
+import json
 import re
+from collections.abc import Mapping
+from typing import Any
 
 
 def at_least(name: str, value: int | None, low: int) -> None:
@@ -16,15 +19,37 @@ def is_count(name: str, value: object) -> None:
 
 
 def is_a(name: str, value: object, kind: type) -> None:
-    """Of this type itself."""
+    """Check that a value has exactly this type; a subclass is refused."""
     if type(value) is not kind:  # neither 1 for True nor "false" for False
         raise ValueError(f"{name} must be of type {kind.__name__}, got {value!r}")
 
 
 def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    """Among these."""
+    """Check that a value is one of the allowed ones."""
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+def json_mapping(name: str, value: object, known: list[str] | None = None, forms: str = "a dict or its JSON") -> Any:
+    """A dictionary, or its JSON as a command line gives it, as a mapping; with a list, of these keys only.
+
+    Args:
+        forms: what the value may be, for the message.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{name} is no JSON ({error}): {value!r}") from error
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name} must be {forms}, got {value!r}")
+    for key in value:
+        if known is not None and key not in known:
+            raise ValueError(f"{name}: {key!r} is not supported; there are {', '.join(known)}")
+    return value
 
 
 def names_code(value: object) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tritonllm.config.checks import at_least, is_a, names_code, one_of
+from tritonllm.config.checks import at_least, is_a, json_mapping, names_code, one_of
 from tritonllm.config.kv_transfer import KVTransferConfig as KVTransferConfig
 from tritonllm.config.parallel import EXECUTORS as EXECUTORS
 from tritonllm.config.parallel import MOST_BLOCK_TOKENS
@@ -52,18 +52,20 @@ class ModelConfig:
     Args:
         model: a folder in Hugging Face format, or a hub id.
         tokenizer: folder or hub id of the tokenizer, if it is not the model's.
-        skip_tokenizer_init: token ids in and out, no text.
+        skip_tokenizer_init: do without a tokenizer: token ids in and out, no text.
         revision: branch, tag or commit of a hub id.
         trust_remote_code: download and run Python code that comes with the model or the tokenizer.
-        dtype: ``auto`` takes the checkpoint's on a GPU and float32 on the CPU.
-        device: ``auto`` takes CUDA if there is one.
+        dtype: the dtype of weights and activations; ``auto`` takes the checkpoint's on a GPU and float32 on the CPU.
+        device: the device of the model; ``auto`` takes CUDA if there is one.
         max_model_len: most tokens of prompt and output together; by default the model's own limit.
         load_format: ``safetensors`` files, ``pt`` (``pytorch_model*.bin``), ``auto`` for the first of them that is
             there; ``dummy`` fills the weights from ``seed`` instead of reading them.
         allow_nan: load weights that are NaN or infinite, which are an error otherwise.
-        seed: of dummy weights and of requests that bring none.
+        seed: the seed of dummy weights, and of requests that bring none.
         generation_config: where the defaults of sampling come from: ``auto`` is the model's ``generation_config.json``,
             ``vllm`` are those of :class:`SamplingParams`, anything else a folder with such a file.
+        override_generation_config: entries that count more than those of that file, as ``{"temperature": 0.5}``;
+            :meth:`EngineConfig.from_kwargs` takes JSON, too.
         runner: ``generate`` refuses pooling requests, ``pooling`` those that generate; ``auto`` takes both, as far as
             the architecture has them.
         convert: ``embed`` leaves a classifier's head away, ``classify`` looks for one in a causal model's files,
@@ -83,6 +85,7 @@ class ModelConfig:
     allow_nan: bool = False
     seed: int = 0
     generation_config: str = "auto"
+    override_generation_config: Mapping[str, Any] | None = None
     runner: Literal["auto", "generate", "pooling"] = "auto"
     convert: Literal["auto", "none", "embed", "classify"] = "auto"
     pooler_config: PoolerConfig = field(default_factory=PoolerConfig)
@@ -147,7 +150,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """What one step may hold.
+    """The limits of one step, and the order in which requests get into it.
 
     Args:
         max_num_seqs: most requests running at once.
@@ -183,7 +186,8 @@ class CompilationConfig:
         mode: 3 compiles all layers as one graph before the first request; 0 compiles nothing. ``None`` compiles a model
             that runs through transformers on a GPU, if torch can: its layers are hundreds of small operations. vLLM has
             two more modes.
-        backend: of ``torch.compile``. All but ``inductor`` compute as without a compiler: they are there for tests.
+        backend: the backend of ``torch.compile``. All but ``inductor`` compute as without a compiler: they are there
+            for tests.
     """
 
     mode: int | None = None
@@ -199,7 +203,8 @@ class CompilationConfig:
 
     @classmethod
     def of(cls, value: object) -> "CompilationConfig":
-        """From what vLLM takes: a mode, or a dictionary of fields in which ``level`` is the mode's older name.
+        """Make the configuration from what vLLM takes: a mode, or a dictionary of fields in which ``level`` is the
+        mode's older name.
 
         Raises:
             ValueError: anything else.
@@ -404,6 +409,9 @@ class EngineConfig:
             ValueError: an argument that no part knows, one of vLLM's at a value that we lack, or a bad value.
         """
         kwargs = translate(kwargs, cls.known_kwargs())
+        if "override_generation_config" in kwargs:
+            name = "override_generation_config"
+            kwargs[name] = json_mapping(name, kwargs[name])
         if "pooler_config" in kwargs:
             kwargs["pooler_config"] = PoolerConfig.of(kwargs["pooler_config"])
         parts: dict[str, Any] = {}

@@ -1,12 +1,11 @@
 """Where an engine's cached blocks go beyond its own memory, and come from: what a user can choose."""
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tritonllm.config.checks import names_code, one_of
+from tritonllm.config.checks import json_mapping, names_code, one_of
 
 CONNECTORS = ("FileStore", "Peer", "Nixl", "CudaIpc")
 ON_DEVICE = ("CudaIpc",)  # connectors for which the cache's second tier lies in the GPU's memory
@@ -47,8 +46,11 @@ class KVTransferConfig:
             raise ValueError(f"{name}timeout must be a number of seconds above 0, got {seconds!r}")
 
     def check_engines(self, count: int) -> None:
-        """Raises:
-        ValueError: so many engines of one machine (``data_parallel_size``) would all serve their blocks at one port.
+        """Check that the configuration is possible with so many engines on one machine.
+
+        Raises:
+            ValueError: so many engines of one machine (``data_parallel_size``) would all serve their blocks at one
+                port.
         """
         port = self.kv_connector_extra_config.get("port")
         if count > 1 and port and self.saves and self.kv_connector in CONNECTORS:
@@ -82,7 +84,7 @@ class KVTransferConfig:
 
     @property
     def kept_device_bytes(self) -> int:
-        """Of the GPU's memory, for copies that are kept for others."""
+        """How many bytes of the GPU's memory copies take that are kept for others; 0 where there are none."""
         if not (self.on_device and self.saves):
             return 0
         size: int = self.kv_connector_extra_config.get("max_bytes", DEVICE_BYTES)
@@ -90,24 +92,15 @@ class KVTransferConfig:
 
     @classmethod
     def of(cls, value: object) -> "KVTransferConfig":
-        """From vLLM's dictionary, or its JSON as a command line gives it.
+        """Make the configuration from vLLM's dictionary, or its JSON as a command line gives it.
 
         Raises:
             ValueError: anything else.
         """
         if isinstance(value, cls):
             return value
-        if isinstance(value, str):
-            try:
-                value = json.loads(value)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"kv_transfer_config is no JSON ({error}): {value!r}") from error
-        if not isinstance(value, Mapping):
-            raise ValueError(f"kv_transfer_config must be a dict, its JSON, or None, got {value!r}")
         known = [one.name for one in dataclasses.fields(cls)]
-        for name in value:
-            if name not in known:
-                raise ValueError(f"kv_transfer_config: {name!r} is not supported; there are {', '.join(known)}")
-        if "kv_connector" not in value:
+        given = json_mapping("kv_transfer_config", value, known, "a dict, its JSON, or None")
+        if "kv_connector" not in given:
             raise ValueError("kv_transfer_config: kv_connector is missing, for example {'kv_connector': 'FileStore'}")
-        return cls(**value)
+        return cls(**given)

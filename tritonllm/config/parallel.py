@@ -13,24 +13,23 @@ class ParallelConfig:
     """How many ranks there are, and who starts them.
 
     Args:
-        tensor_parallel_size: ranks among which heads and intermediate columns are dealt out, one on each GPU.
-        pipeline_parallel_size: stages, each with some of the layers and ``tensor_parallel_size`` ranks. As many steps
-            are in flight.
+        tensor_parallel_size: how many ranks heads and intermediate columns are dealt out among, one rank on each GPU.
+        pipeline_parallel_size: how many stages there are, each with some of the layers and ``tensor_parallel_size``
+            ranks. As many steps are in flight.
         enable_expert_parallel: ranks have whole experts, each equally many of them, instead of a part of each. With
             ``data_parallel_size`` and one rank for each engine, the engines share the experts.
         expert_placement: a file of ``tritonllm rebalance-experts``: which rank has which experts, with
             ``enable_expert_parallel``. ``None``: in their order, one of each.
-        decode_context_parallel_size: of the ranks that share a key head, so many have the keys of different tokens in
+        decode_context_parallel_size: how many of the ranks that share a key head hold the keys of different tokens, in
             the place of copies (docs/distributed.md). 1: each has all of them.
-        data_parallel_size: engines with the whole model each, on GPUs of their own, among which requests are dealt out
-            (:class:`~tritonllm.LLM`, :class:`~tritonllm.AsyncLLM` and ``tritonllm serve``).
-        distributed_executor_backend: ``uni`` runs in this process; ``mp`` spawns a process for each other rank; with
-            ``external_launcher`` another program (torchrun) has started them; ``ray`` starts actors of Ray, on one
-            machine or on several. ``None`` takes the first of them that can
-            hold so many ranks.
-        worker_timeout: seconds that a rank, or the host of one, may give no sign of life before the requests end with
-            an error.
-        disable_custom_all_reduce: NCCL sums up what ranks compute, also where their GPUs reach each other's memory.
+        data_parallel_size: how many engines there are with the whole model each, on GPUs of their own, among which
+            requests are dealt out (:class:`~tritonllm.LLM`, :class:`~tritonllm.AsyncLLM` and ``tritonllm serve``).
+        distributed_executor_backend: how ranks are started: ``uni`` runs in this process; ``mp`` spawns a process for
+            each other rank; with ``external_launcher`` another program (torchrun) has started them; ``ray`` starts
+            actors of Ray, on one machine or on several. ``None`` takes the first of them that can hold so many ranks.
+        worker_timeout: how long a rank, or the host of one, may give no sign of life before the requests end with an
+            error, in seconds.
+        disable_custom_all_reduce: let NCCL sum up what ranks compute, also where their GPUs reach each other's memory.
     """
 
     tensor_parallel_size: int = 1
@@ -90,7 +89,7 @@ class ParallelConfig:
 
     @property
     def shares_experts(self) -> bool:
-        """Each engine has some of the experts, and all of the rest."""
+        """Whether each engine has some of the experts, and all of the rest."""
         return self.enable_expert_parallel and self.data_parallel_size > 1 and self.world_size == 1
 
     @property
@@ -105,7 +104,7 @@ class ParallelConfig:
         return self.distributed_executor_backend not in ("external_launcher", "ray")
 
     def check_block(self, block_size: int) -> None:
-        """``block_size``: keys in a block of one rank's cache.
+        """Check that a block has not too many tokens for the kernels.
 
         Raises:
             ValueError: a block has too many tokens, over all ranks that have some of its keys.
@@ -118,8 +117,10 @@ class ParallelConfig:
             )
 
     def check_device(self, device: str) -> None:
-        """Raises:
-        ValueError: it is one device, and there are several ranks or engines.
+        """Check that the device leaves room for as many ranks and engines as there are.
+
+        Raises:
+            ValueError: it is one device, and there are several ranks or engines.
         """
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
             if getattr(self, name) > 1 and device not in ("auto", "cpu", "cuda"):

@@ -1,10 +1,11 @@
 """What a pooling request asks for, and how an engine pools by default. Names and meanings are vLLM's."""
 
-import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from copy import copy
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
+
+from tritonllm.config.checks import json_mapping
 
 PoolingTask = Literal["embed", "classify", "token_embed", "token_classify"]
 PoolingType = Literal["LAST", "CLS", "MEAN", "ALL", "STEP"]
@@ -42,14 +43,14 @@ class PoolingParams:
     Attributes:
         truncate_prompt_tokens: use only so many tokens of a longer prompt; -1: as many as the model takes. A decoder
             keeps the last ones; an encoder the first ones and the very last, which is its separator.
-        dimensions: of the embedding, which is cut to so many (Matryoshka embeddings; Kusupati et al., 2022). Only for
+        dimensions: how many elements the embedding is cut to (Matryoshka embeddings; Kusupati et al., 2022). Only for
             models whose ``config.json`` says that they were trained for it.
         normalize: divide embeddings by their length; ``None``: as the model's files say, and else yes.
         use_activation: apply the activation of a classifier (softmax or sigmoid); ``None``: yes. Of an embedding the
             activation is the normalization.
         step_tag_id: report only the tokens with this id (process reward models).
         returned_token_ids: report only these columns of what a head computes for each token.
-        task: what is asked for, if it is not said by the method that is called.
+        task: the pooling task, if the method that is called does not say it.
         skip_reading_prefix_cache: compute all tokens, also those that the prefix cache has.
 
     Raises:
@@ -75,7 +76,7 @@ class PoolingParams:
         _check("skip_reading_prefix_cache", self.skip_reading_prefix_cache, bool)
 
     def clone(self) -> "PoolingParams":
-        """A copy."""
+        """A copy of these parameters, which shares nothing that can be changed."""
         other = copy(self)
         other.returned_token_ids = None if self.returned_token_ids is None else list(self.returned_token_ids)
         return other
@@ -131,25 +132,16 @@ class PoolerConfig:
 
     @classmethod
     def of(cls, value: object) -> "PoolerConfig":
-        """From what vLLM takes: a configuration, a dictionary of its fields, or their JSON as a command line gives it.
+        """Make the configuration from what vLLM takes: a configuration, a dictionary of its fields, or their JSON as a
+        command line gives it.
 
         Raises:
             ValueError: anything else.
         """
         if isinstance(value, cls):
             return value
-        if isinstance(value, str):
-            try:
-                value = json.loads(value)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"pooler_config is no JSON ({error}): {value!r}") from error
-        if not isinstance(value, Mapping):
-            raise ValueError(f"pooler_config must be a PoolerConfig, a dict or its JSON, got {value!r}")
-        known = [field.name for field in fields(cls)]
-        for name in value:
-            if name not in known:
-                raise ValueError(f"pooler_config: {name!r} is not supported; there are {', '.join(known)}")
-        return cls(**value)
+        known, forms = [field.name for field in fields(cls)], "a PoolerConfig, a dict or its JSON"
+        return cls(**json_mapping("pooler_config", value, known, forms))
 
     def merged(self, params: PoolingParams) -> PoolingParams:
         """The request's parameters, with ours where it has none and the task takes them."""

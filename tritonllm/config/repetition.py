@@ -4,7 +4,8 @@ from collections.abc import Iterator, Sequence
 
 
 def ends_in_repetition(tokens: Sequence[int], length: int, least: int, most: int, count: int) -> bool:
-    """Of the first ``length`` tokens, and n-grams of ``least`` to ``most`` tokens, at least one, ``count`` times."""
+    """Whether the first ``length`` tokens end in an n-gram of ``least`` to ``most`` tokens (at least one) that is there
+    ``count`` times in a row."""
     most = min(most, length // count)
     if most < least:
         return False

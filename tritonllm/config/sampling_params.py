@@ -81,7 +81,7 @@ def size_of(value: object, most: int) -> int:
 
 
 def _token_ids(name: str, value: Collection[Any], most: int) -> list[int]:
-    """As a list of integers of Python's. 150,000 of these take 7 ms."""
+    """Token ids as a list of Python's integers. 150,000 of them take 7 ms."""
     _limited(name, value, most)
     ids = list(value)
     if set(map(type, ids)) - {int}:
@@ -128,9 +128,9 @@ class RepetitionDetectionParams:
     """Ends an output that says the same thing again and again; ``finish_reason`` is then ``"repetition"``.
 
     Args:
-        max_pattern_size: longest n-gram that is looked for, in tokens; 0 looks for none.
-        min_pattern_size: shortest one; 0 counts as 1.
-        min_count: so many times in a row an n-gram must stand at the output's end; at least 2.
+        max_pattern_size: the longest n-gram that is looked for, in tokens; 0 looks for none.
+        min_pattern_size: the shortest n-gram that is looked for; 0 counts as 1.
+        min_count: how many times in a row an n-gram must stand at the output's end; at least 2.
 
     Raises:
         ValueError: a value outside its range; the message names it.
@@ -162,9 +162,9 @@ class StructuredOutputsParams(VllmStructure):
     Args:
         json: a JSON schema, as text or as a dict.
         regex: a regular expression that the whole output matches.
-        choice: the output is one of these strings.
-        grammar: in EBNF, as xgrammar reads it; it begins with the rule ``root``.
-        json_object: any JSON object or array.
+        choice: strings, of which the output is one.
+        grammar: a grammar in EBNF, as xgrammar reads it; it begins with the rule ``root``.
+        json_object: whether the output is any JSON object or array.
         disable_any_whitespace: JSON with one space after commas and colons, and none elsewhere. Without it a model may
             break lines and indent them, by at most four blanks or a tab for each level.
         after_thought: the model may think first, as it likes: what it writes behind its thought has the form. A model
@@ -243,7 +243,7 @@ class SamplingParams(VllmSampling):
         min_p: drop tokens less likely than this times the most likely one, in [0, 1].
         seed: makes the request's samples reproducible, whatever else runs beside it.
         presence_penalty: subtracted from the logit of every token generated so far, in [-2, 2].
-        frequency_penalty: the same, times how often it was generated, in [-2, 2].
+        frequency_penalty: subtracted from the logit of a token for each time that it was generated, in [-2, 2].
         repetition_penalty: divides positive and multiplies negative logits of tokens seen in prompt or output, > 0.
         max_tokens: most tokens to generate; ``None``: until the model's length is reached.
         min_tokens: no end of sequence or stop token before this many tokens.
@@ -256,7 +256,8 @@ class SamplingParams(VllmSampling):
         ignore_eos: go on after the end-of-sequence token.
         logprobs: how many of the most likely tokens to report at each position (the chosen one is always reported);
             -1: all of the vocabulary.
-        prompt_logprobs: the same for each prompt token after the first.
+        prompt_logprobs: how many of the most likely tokens to report for each prompt token after the first, as
+            ``logprobs``.
         logit_bias: added to the logits of these token ids; at most 1,024.
         allowed_token_ids: if given, only these can be generated; at most as many as the vocabulary has.
         bad_words: token sequences whose last token may not complete them; at most 1,024 strings, of at most 1,024
@@ -274,8 +275,8 @@ class SamplingParams(VllmSampling):
             before them, called one after the other at each token. The request is then not planned ahead; the ``n``
             continuations share the functions.
         structured_outputs: what the output must look like.
-        guided_decoding: the same, under vLLM's older name.
-        extra_args: for batch processors (:class:`tritonllm.engine.step.processors.BatchLogitsProcessor`);
+        guided_decoding: ``structured_outputs`` under vLLM's older name.
+        extra_args: values for batch processors (:class:`tritonllm.engine.step.processors.BatchLogitsProcessor`);
             ``kv_transfer_params`` in it is for the connector that shares the cache (docs/kv-transfer.md).
 
     Raises:

@@ -27,17 +27,17 @@ class SpeculativeConfig:
             ``draft_model`` asks a second, smaller model of the same vocabulary, ``eagle`` a head that was trained to go
             on from this model's hidden states, ``eagle3`` one that goes on from the states between its layers;
             ``"module:name"`` makes a drafter of your own (:class:`tritonllm.engine.drafts.drafters.Drafter`).
-        model: of ``draft_model``, ``eagle`` and ``eagle3``: a folder in Hugging Face format, or a hub id.
+        model: a folder in Hugging Face format, or a hub id; for ``draft_model``, ``eagle`` and ``eagle3``.
         revision: branch, tag or commit of that hub id.
-        num_speculative_tokens: guesses of a sequence in a step, at most 31.
-        speculative_token_tree: of ``draft_model``, ``eagle`` and ``eagle3``: the guesses are a tree, several for one
-            place. A list of paths of child numbers, or such a list as a string: ``"[(0,), (1,), (0, 0)]"``. Without it
-            each guess follows the one before.
-        prompt_lookup_min, prompt_lookup_max: tokens that must have occurred, and that are compared, at most 32. Without
-            either 2 and 5; one alone counts for both.
-        suffix_decoding_max_tree_depth: tokens that ``suffix`` compares, at most 32.
-        suffix_decoding_max_spec_factor: ``suffix`` guesses at most so many tokens for each that it found.
-        disable_by_batch_size: with more running requests than this, nobody guesses; by default as many as one step
+        num_speculative_tokens: how many tokens are guessed for a sequence in a step, at most 31.
+        speculative_token_tree: the tree that the guesses form, several for one place; for ``draft_model``, ``eagle``
+            and ``eagle3``. A list of paths of child numbers, or such a list as a string: ``"[(0,), (1,), (0, 0)]"``.
+            Without it each guess follows the one before.
+        prompt_lookup_min, prompt_lookup_max: how many tokens must have occurred, and how many are compared, at most 32.
+            Without either 2 and 5; one alone counts for both.
+        suffix_decoding_max_tree_depth: how many tokens ``suffix`` compares, at most 32.
+        suffix_decoding_max_spec_factor: how many tokens ``suffix`` guesses at most for each that it found.
+        disable_by_batch_size: the most running requests with which steps have guesses; by default as many as one step
             verifies at the price of little more than one token each (:mod:`tritonllm.engine.schedule.speculation`).
         adaptive: leave drafts out of steps where they are not accepted often enough to pay. Without it every step
             verifies some that may, which tests and measurements want. vLLM has no such key.
@@ -135,7 +135,8 @@ class SpeculativeConfig:
 
     @classmethod
     def of(cls, value: object) -> "SpeculativeConfig":
-        """From vLLM's dictionary, or in short ``"ngram:4"``: a method and ``num_speculative_tokens``.
+        """Make the configuration from vLLM's dictionary, or in short ``"ngram:4"``: a method and
+        ``num_speculative_tokens``.
 
         Raises:
             ValueError: anything else.

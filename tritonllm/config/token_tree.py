@@ -16,7 +16,7 @@ def parse_tree(name: str, value: object) -> tuple[Path, ...]:
     """The nodes, level by level and each level in the order of its paths.
 
     Args:
-        name: of the option, for messages.
+        name: the name of the option, for messages.
         value: a list of paths, or such a list as a string.
 
     Raises:
@@ -52,11 +52,11 @@ def _parse_path(name: str, path: object) -> Path:
 
 
 def parents_of(paths: tuple[Path, ...]) -> tuple[int, ...]:
-    """Of each node of :func:`parse_tree` the place of its parent among them; -1 for those behind the last token."""
+    """For each node of :func:`parse_tree`, the index of its parent among them; -1 for those behind the last token."""
     places = {path: place for place, path in enumerate(paths)}
     return tuple(places[path[:-1]] if len(path) > 1 else -1 for path in paths)
 
 
 def is_chain(parents: tuple[int, ...]) -> bool:
-    """Each node follows the one before it."""
+    """Whether each node follows the one before it."""
     return parents == tuple(range(-1, len(parents) - 1))

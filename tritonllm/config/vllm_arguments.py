@@ -81,7 +81,6 @@ class VllmEngine:
     quantization_param_path: Any = None
     allow_deprecated_quantization: Any = False
     cpu_offload_gb: Any = 0
-    override_generation_config: Any = None
     # the cache and the schedule
     kv_cache_dtype: Any = "auto"
     kv_cache_memory_bytes: Any = None
@@ -127,6 +126,7 @@ class VllmEngine:
     default_mm_loras: Any = None
     enable_prompt_adapter: Any = False
     # images and sound
+    language_model_only: Any = True
     limit_mm_per_prompt: Any = None
     mm_processor_kwargs: Any = None
     mm_processor_cache_gb: Any = 4
@@ -167,6 +167,7 @@ ALSO_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "preemption_mode": ("recompute",),
 }
 ANY_VALUE = {
+    "language_model_only",  # it is all that there is
     "max_logprobs",
     "max_seq_len_to_capture",
     "served_model_name",
@@ -180,7 +181,6 @@ ADVICE = {
     "best_of": "ask for n outputs and choose among them",
     "enable_chunked_prefill": "long prompts are always computed in chunks; max_num_batched_tokens limits a step",
     "kv_cache_memory_bytes": "use gpu_memory_utilization or num_gpu_blocks_override",
-    "override_generation_config": "pass SamplingParams, or generation_config= with a folder of your own",
     "hf_overrides": "change the model's config.json",
     "rope_scaling": "change the model's config.json",
     "rope_theta": "change the model's config.json",
@@ -207,15 +207,19 @@ def is_neutral(name: str, value: Any, default: Any) -> bool:
 
 
 def refuse(name: str, value: Any) -> None:
-    """Raises:
-    ValueError: always; it says what to do without the argument.
+    """Refuse a value of an argument that only vLLM has.
+
+    Raises:
+        ValueError: always; it says what to do without the argument.
     """
     raise ValueError(f"{name}={value!r}: tritonllm does not have this; {ADVICE.get(name, 'leave it out')}")
 
 
 def no_adapter(lora_request: Any) -> None:
-    """Raises:
-    ValueError: there is one.
+    """Refuse LoRA adapters.
+
+    Raises:
+        ValueError: there is one.
     """
     requests = lora_request if isinstance(lora_request, list | tuple) else [lora_request]
     for request in requests:
@@ -224,7 +228,7 @@ def no_adapter(lora_request: Any) -> None:
 
 
 def only_none(**arguments: Any) -> None:
-    """Of a method's arguments those that only vLLM has.
+    """Refuse values of a method's arguments that only vLLM has and that are ``None`` by default.
 
     Raises:
         ValueError: one is not at its neutral value, ``None``.
@@ -233,13 +237,15 @@ def only_none(**arguments: Any) -> None:
 
 
 def only_false(**arguments: Any) -> None:
-    """The same of those whose neutral value is ``False``."""
+    """Refuse values of a method's arguments that only vLLM has and that are ``False`` by default."""
     require_neutral(arguments, [(name, False) for name in arguments])
 
 
 def require_neutral(values: Mapping[str, Any], defaults: Iterable[tuple[str, Any]]) -> None:
-    """Raises:
-    ValueError: one of ``values`` asks for what is not here.
+    """Refuse values that ask for what is not here.
+
+    Raises:
+        ValueError: one of ``values`` asks for what is not here.
     """
     for name, default in defaults:
         if name in values and not is_neutral(name, values[name], default):

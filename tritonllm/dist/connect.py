@@ -85,8 +85,8 @@ def address_of(store: Any) -> tuple[str, int] | None:
 
 
 def own_address(host: str, port: int) -> str:
-    """That at which others who reach that host reach this machine: of the network device that ``GLOO_SOCKET_IFNAME``
-    names, or else that from which this machine reaches the host.
+    """The address at which others who reach that host reach this machine: that of the network device that
+    ``GLOO_SOCKET_IFNAME`` names, or else the one from which this machine reaches the host.
 
     Raises:
         OSError: there is no such device, or it has no address; or this machine reaches none of the host's addresses.
@@ -113,7 +113,7 @@ def _address_of_device(name: str) -> str:
 
 
 def _lines(path: str) -> list[str]:
-    """Of a file of the kernel's; none where there is no such file."""
+    """The lines of a file of the kernel's; empty where there is no such file."""
     try:
         return Path(path).read_text().splitlines()
     except OSError:
@@ -121,7 +121,7 @@ def _lines(path: str) -> list[str]:
 
 
 def _reaches(host: str, port: int) -> str:
-    """That from which this machine reaches another. A datagram socket is connected without a packet.
+    """The address from which this machine reaches another. A datagram socket is connected without a packet.
 
     Raises:
         OSError: it reaches none of the other's addresses.

@@ -17,10 +17,10 @@ STREAMS = 4  # copies that run at once; each is in order with those of its strea
 
 
 class CudaDevice:
-    """What :class:`tritonllm.engine.transfer.ipc_memory.Device` says, for a GPU.
+    """The memory of one GPU: a :class:`tritonllm.engine.transfer.ipc_memory.Device`.
 
     Args:
-        index: of the GPU, for torch.
+        index: the index of the GPU, for torch.
 
     Raises:
         OSError: there is no driver.

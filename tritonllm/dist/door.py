@@ -56,7 +56,7 @@ class Sealed:
     """A connection on which both sides have proven that they know the secret.
 
     Args:
-        connection: of TCP.
+        connection: a connected TCP socket.
         sends, receives: the keys of the two directions.
     """
 
@@ -92,10 +92,10 @@ class Sealed:
 
 
 def _read(connection: socket.socket, size: int, seconds: float | None = None) -> bytes:
-    """So many bytes; fewer only at the end, and then none.
+    """Read so many bytes from a connection; empty if the other side has ended it before the first.
 
     Args:
-        seconds: in which all of them must have come.
+        seconds: how long all of them may take to come; ``None`` for no limit.
 
     Raises:
         ConnectionError: the end came in their middle.
@@ -120,7 +120,7 @@ def _sealed(connection: socket.socket, secret: bytes, own: str, *nonces: bytes) 
 
 
 class _Connections:
-    """Those that are open, to be ended together."""
+    """The connections that are open, to be ended together."""
 
     def __init__(self) -> None:
         self._open: set[socket.socket] = set()
@@ -149,9 +149,9 @@ class Door:
 
     Args:
         host: the address of this machine that the others reach; none but this one listens.
-        secret: of :func:`new_secret`, or of an operator.
-        store_port: of a store that listens on ``127.0.0.1``.
-        patience: seconds that a host may give no sign of life.
+        secret: a secret of :func:`new_secret`, or of an operator.
+        store_port: the port of a store that listens on ``127.0.0.1``.
+        patience: how long a host may give no sign of life, in seconds.
         on_end: is told of each rank that has come in and ends, or whose host is lost, until :meth:`hush`; in a thread.
 
     Attributes:
@@ -178,7 +178,7 @@ class Door:
         self._on_end = None
 
     def wait_for_ends(self, seconds: float) -> None:
-        """Until all ranks that have come in have ended, or left; so long at most."""
+        """Wait until all ranks that have come in have ended, or left, but no longer than this."""
         with self._changed:
             self._changed.wait_for(lambda: not self._watched, seconds)
 
@@ -258,14 +258,14 @@ class Entrance:
     """The way to a door from another machine.
 
     Args:
-        address: of the door.
-        secret: that it asks for.
-        rank: whose.
-        timeout: seconds in which the door is there.
+        address: the address of the door.
+        secret: the secret that the door asks for.
+        rank: the number of the rank that goes in.
+        timeout: how long to wait for the door to be there, in seconds.
 
     Attributes:
         watched: the connection over which nothing is said.
-        port: of this machine, behind which the store is.
+        port: the port of this machine behind which the store is.
 
     Raises:
         IntruderError: who listens there does not know the secret.

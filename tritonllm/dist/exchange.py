@@ -145,7 +145,7 @@ class Exchange:
         return fused_add_rms_norm(total, residual, weight, eps, weight_offset=offset, x_scale=scale)[0]
 
     def shut(self) -> None:
-        """Nobody waits for another rank any more; idempotent, and for any thread."""
+        """End all waiting for other ranks; idempotent, and for any thread."""
 
 
 NO_EXCHANGE = Exchange()

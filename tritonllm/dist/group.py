@@ -32,7 +32,7 @@ class Group:
     """One rank of a group whose collectives do nothing: of one rank, or of ranks that are not there.
 
     Args:
-        rank: from 0 to ``size - 1``.
+        rank: the number of this rank, from 0 to ``size - 1``.
         size: number of ranks. More than one without connections is for meta tensors, whose values nobody reads.
     """
 
@@ -72,7 +72,7 @@ class Group:
         """Memory for rows of logits that all ranks read; all ranks call it.
 
         Args:
-            columns: of each rank, a multiple of 128.
+            columns: the columns of each rank, a multiple of 128.
 
         Returns:
             This rank's; ``None``, on all of them, where they cannot read each other's memory. Of ranks that are not
@@ -128,7 +128,7 @@ class ConnectedGroup(Group):
 
     Args:
         backend: a process group of torch.distributed.
-        device: of the tensors that will come.
+        device: the device of the tensors that will come.
     """
 
     def __init__(self, backend: Any, device: torch.device) -> None:
@@ -192,7 +192,8 @@ class ConnectedGroup(Group):
             torch.cuda.synchronize(x.device)
 
     def introduce_all(self) -> None:
-        """The first :meth:`all_to_all`, which waits for all: NCCL connects each rank to each in it, as above."""
+        """Call :meth:`all_to_all` for the first time, which waits for all: NCCL connects each rank to each in it, as
+        above."""
         x = self.all_to_all(torch.zeros(self.size, dtype=torch.uint8, device=self._device))
         if x.is_cuda:
             torch.cuda.synchronize(x.device)

@@ -73,9 +73,9 @@ class ExpertPlace(NamedTuple):
     """Where an engine is among those that share experts; can be an argument of a process that is spawned.
 
     Attributes:
-        rank: which of them it is.
-        port: of the store on this machine at which they meet.
-        board: of their steps.
+        rank: the number of the engine among them.
+        port: the port of the store on this machine at which they meet.
+        board: the board on which they note their steps.
     """
 
     rank: int
@@ -84,12 +84,12 @@ class ExpertPlace(NamedTuple):
 
 
 class Lockstep:
-    """One engine among them.
+    """One engine among those that take their steps together.
 
     Args:
-        board: of all.
-        rank: which this is.
-        patience: seconds that it waits for another.
+        board: the board of all engines.
+        rank: the number of this engine.
+        patience: how long it waits for another, in seconds.
         spin: seconds of waiting in which it does not sleep, which would cost each step 50 us. It takes a core.
 
     Attributes:
@@ -121,7 +121,7 @@ class Lockstep:
         """Say what the next step needs, and wait for what it needs elsewhere.
 
         Args:
-            words: at most :data:`WORDS` integers, as many on all engines.
+            words: what this engine tells the others: at most :data:`WORDS` integers, as many on all engines.
 
         Returns:
             The words of all engines, in their order.
@@ -156,7 +156,7 @@ class Lockstep:
         return [self._numbers[start : start + len(words)].tolist() for start in starts]
 
     def leave(self) -> None:
-        """There will be no more steps of this engine, which is between two."""
+        """Tell the others that this engine, which is between two steps, takes no more of them."""
         self._numbers[EACH * self._rank + LEFT] = 1
 
     def beat(self, seconds: float) -> dict[int, float]:

@@ -211,7 +211,7 @@ class Offer(NamedTuple):
 
     Attributes:
         alike: a number of what must be the same on all ranks, this machine above all; 0 if it has no memory to offer.
-        handle: of its memory.
+        handle: the handle of its memory.
     """
 
     alike: int = 0
@@ -226,7 +226,7 @@ class Offer(NamedTuple):
 
 
 def number_of(shape: Sequence[int]) -> int:
-    """Of this machine since it was started, and of ``shape``; never 0."""
+    """A number of this machine since it was started, and of ``shape``; never 0."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     name = boot.read_text() if boot.exists() else socket.gethostname()
     return zlib.crc32(f"{name} {list(shape)}".encode()) + 1
@@ -236,7 +236,7 @@ class PeerMemory:
     """A piece of memory on each rank. It is given back when nobody holds this any more, or at the process's end.
 
     Attributes:
-        addresses: of each rank's piece, as this process sees them.
+        addresses: the address of each rank's piece, as this process sees them.
     """
 
     def __init__(self, driver: Driver, addresses: Sequence[int], rank: int) -> None:

@@ -28,7 +28,7 @@ class Pipeline:
     """A stage whose neighbours are not there: of one stage, or for meta tensors, whose values nobody reads.
 
     Args:
-        stage: from 0 to ``stages - 1``.
+        stage: the number of this stage, from 0 to ``stages - 1``.
         stages: how many there are; as many steps are in flight.
     """
 
@@ -67,7 +67,7 @@ class Pipeline:
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """That connect it to others."""
+        """The groups that connect this stage to others; empty with one stage."""
         return ()
 
 
@@ -120,11 +120,11 @@ class Team(NamedTuple):
     """All that a rank has of the others.
 
     Attributes:
-        group: those of its stage.
+        group: the ranks of its stage.
         pipe: the other stages.
-        context: those of its stage with which it splits the keys of each sequence: they have the same key head.
+        context: the ranks of its stage with which it splits the keys of each sequence: they have the same key head.
         exchange: the engines with which it shares the experts; each has requests of its own.
-        lockstep: the same, which take their steps together; ``None`` if there are no others.
+        lockstep: the engines of ``exchange``, which take their steps together; ``None`` if there are no others.
     """
 
     group: Group = ONE_RANK
@@ -181,7 +181,7 @@ def meet(
     """Meet the other ranks of an engine.
 
     Args:
-        rank: of all; see :attr:`ParallelConfig.world_size`.
+        rank: the number of this rank among all; see :attr:`ParallelConfig.world_size`.
         store, device, timeout, own: as of :func:`~tritonllm.dist.connect.connect`.
 
     Raises:

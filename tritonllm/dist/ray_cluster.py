@@ -5,13 +5,13 @@ from typing import Any
 
 
 def import_ray(wish: str) -> Any:
-    """The package.
+    """Import the package ``ray``.
 
     Args:
         wish: the argument that asks for it.
 
     Raises:
-        ValueError: it is not installed.
+        ValueError: Ray is not installed.
     """
     try:
         import ray

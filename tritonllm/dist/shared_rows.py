@@ -13,11 +13,11 @@ FLOAT = 4  # bytes
 
 
 class SharedRows(NamedTuple):
-    """This rank's part of some rows, and what leads to the others'.
+    """This rank's part of some rows of logits, and what leads to the parts of the others.
 
     Attributes:
         logits: ``[rows, C]`` float32, C columns of each rank.
-        found: of its groups, ``[rows, C / 128]`` each.
+        found: what was found of each group of 128 of its columns, ``[rows, C / 128]`` each.
         rank_steps: ``[ranks]`` int64, as :func:`~tritonllm.kernels.sample_limited_shards` takes them.
     """
 
@@ -39,8 +39,8 @@ def rows_at(addresses: Sequence[int], rank: int, rows: int, columns: int, device
     """Rows in memory of :func:`bytes_of` bytes on each rank.
 
     Args:
-        addresses: of each rank's memory, as this one sees them; multiples of 256.
-        columns: of each rank, a multiple of 128.
+        addresses: the address of each rank's memory, as this one sees them; multiples of 256.
+        columns: the columns of each rank, a multiple of 128.
     """
     memory = torch.as_tensor(_Floats(addresses[rank], bytes_of(rows, columns) // FLOAT), device=device)
     groups = columns // SHARD_UNIT

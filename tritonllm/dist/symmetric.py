@@ -29,8 +29,8 @@ class Reach(NamedTuple):
     """Up to how many bytes of rows a way to sum them up is the fastest; NCCL's is beyond.
 
     Attributes:
-        one_shot: of the way in which all ranks get all parts.
-        two_shot: of the way in which one rank sums up a row; 0 if it never is.
+        one_shot: the most bytes for the way in which all ranks get all parts.
+        two_shot: the most bytes for the way in which one rank sums up a row; 0 if it never is the fastest.
     """
 
     one_shot: int
@@ -55,7 +55,7 @@ class SymmetricGroup(ConnectedGroup):
 
     Args:
         backend, device: as for :class:`~tritonllm.dist.group.ConnectedGroup`, with NCCL.
-        reach: by default what was measured for so many ranks.
+        reach: up to how many bytes each way is taken; by default what was measured for so many ranks.
     """
 
     def __init__(self, backend: Any, device: torch.device, reach: Reach | None = None) -> None:
@@ -69,7 +69,7 @@ class SymmetricGroup(ConnectedGroup):
 
     @property
     def inbox(self) -> Inbox | None:
-        """This rank's, once there is one."""
+        """The inbox of this rank; ``None`` as long as there is none."""
         return self._inbox
 
     def reserve(self, columns: int, dtype: torch.dtype) -> None:

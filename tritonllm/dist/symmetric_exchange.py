@@ -35,8 +35,8 @@ class SymmetricExchange(Exchange):
     """The way of rows to experts and back over memory that all ranks reach.
 
     Args:
-        group: of ranks with a GPU each.
-        device: this rank's.
+        group: a group of ranks with a GPU each.
+        device: the device of this rank.
     """
 
     def __init__(self, group: ConnectedGroup, device: torch.device) -> None:
@@ -50,7 +50,7 @@ class SymmetricExchange(Exchange):
 
     @property
     def memory(self) -> ExchangeMemory | None:
-        """This rank's, once there is one."""
+        """The memory of this rank; ``None`` as long as there is none."""
         return self._memory
 
     def reserve(self, columns: int, dtype: torch.dtype, top_k: int, rows: int) -> None:

@@ -32,10 +32,10 @@ class Report:
     """What a rank says of itself.
 
     Attributes:
-        error: why it ends.
-        ready: it is; else, without an error, it is about to meet the others.
-        invalid: the error is about what the user asked for.
-        followed: it ends because another rank did.
+        error: why the rank ends; ``None`` if it does not.
+        ready: whether the rank is ready; if not, and without an error, it is about to meet the others.
+        invalid: whether the error is about what the user asked for.
+        followed: whether the rank ends because another rank did.
     """
 
     error: str | None = None
@@ -65,7 +65,7 @@ class GroupFailure:
 
         Args:
             message: says which rank failed, and why.
-            invalid: it is about what the user asked for.
+            invalid: whether the failure is about what the user asked for.
         """
         with self._changed:
             self._reason = message, invalid
@@ -73,9 +73,11 @@ class GroupFailure:
         self._on_failure()
 
     def check(self) -> None:
-        """Raises:
-        WorkerError: a rank has failed.
-        ValueError: it refuses what the user asked for.
+        """Check that no rank has failed.
+
+        Raises:
+            WorkerError: a rank has failed.
+            ValueError: it refuses what the user asked for.
         """
         if self._reason is not None:
             message, invalid = self._reason
@@ -98,7 +100,7 @@ class GroupFailure:
         self.check()
 
     def look_again(self) -> None:
-        """What somebody waits for may be done."""
+        """Wake those who wait: what they wait for may be done."""
         with self._changed:
             self._changed.notify_all()
 
@@ -107,11 +109,11 @@ class Watch:
     """A thread that notices failures. The first one ends the other ranks, so that no collective waits for them.
 
     Args:
-        processes: by rank.
-        reports: from each rank.
-        mailbox: whose readers they are; rank r is reader ``r - 1``.
-        patience: seconds that a rank may be silent.
-        step_patience: seconds that a rank may take for a step.
+        processes: the process of each rank.
+        reports: the connection on which each rank reports.
+        mailbox: the mailbox that the ranks read; rank r is reader ``r - 1``.
+        patience: how long a rank may be silent, in seconds.
+        step_patience: how long a rank may take for a step, in seconds.
         on_failure: called once, in the thread.
 
     Attributes:
@@ -233,7 +235,7 @@ def host_watch(connected: socket.socket, seconds: float, action: Callable[[OSErr
     listens there ends is not noticed.
 
     Args:
-        connected: to who says nothing; this closes it.
+        connected: a connection on which nothing is said; this closes it.
         action: gets the error with which that connection ended.
 
     Returns:

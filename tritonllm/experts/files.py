@@ -8,9 +8,11 @@ from tritonllm.system.whole_files import replace_text
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Raises:
-    OSError: there is no such file, or it cannot be read.
-    ValueError: it holds no JSON object.
+    """Read a file that holds one JSON object.
+
+    Raises:
+        OSError: there is no such file, or it cannot be read.
+        ValueError: it holds no JSON object.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -22,7 +24,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def write_object(path: Path, value: dict[str, Any]) -> None:
-    """Whole: whoever reads it sees the old one or the new one.
+    """Write a JSON object to a file as a whole: whoever reads it sees the old one or the new one.
 
     Raises:
         OSError: it cannot be written.
@@ -31,8 +33,10 @@ def write_object(path: Path, value: dict[str, Any]) -> None:
 
 
 def whole_numbers(where: str, value: Any) -> tuple[int, ...]:
-    """Raises:
-    ValueError: it is no list of integers that are 0 or more, at least one; ``where`` begins the message.
+    """Check that a value is a list of integers that are 0 or more, and return them.
+
+    Raises:
+        ValueError: it is no list of integers that are 0 or more, at least one; ``where`` begins the message.
     """
     fits = isinstance(value, list) and value and all(type(number) is int and number >= 0 for number in value)
     if not fits:

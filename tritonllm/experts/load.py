@@ -13,7 +13,7 @@ class ExpertLoad:
     """Pairs (token, expert) that were computed, padding left out.
 
     Attributes:
-        architecture: of the model, as its ``config.json`` names it.
+        architecture: the architecture of the model, as its ``config.json`` names it.
         layers: number of a layer that has experts -> how many pairs each of its experts got, from expert 0 on.
     """
 
@@ -36,7 +36,7 @@ class ExpertLoad:
         return ExpertLoad(self.architecture, layers)
 
     def as_json(self) -> dict[str, Any]:
-        """What the file holds."""
+        """The counts as a JSON object, as the file holds it."""
         layers = {str(place): list(counts) for place, counts in self.layers.items()}
         return {"architecture": self.architecture, "layers": layers}
 
@@ -69,7 +69,7 @@ class ExpertLoad:
 
     @classmethod
     def read(cls, path: str | Path) -> "ExpertLoad":
-        """What :meth:`save` wrote.
+        """Read the counts that :meth:`save` wrote.
 
         Raises:
             OSError: there is no such file, or it cannot be read.

@@ -24,9 +24,9 @@ class ExpertPlacement:
     """The experts in the slots of every layer that has some.
 
     Attributes:
-        architecture: of the model, as its ``config.json`` names it.
-        tensor_parallel_size: ranks.
-        num_experts: of a layer.
+        architecture: the architecture of the model, as its ``config.json`` names it.
+        tensor_parallel_size: how many ranks there are.
+        num_experts: how many experts a layer has.
         layers: number of a layer -> the expert in each slot.
 
     Raises:
@@ -57,7 +57,7 @@ class ExpertPlacement:
 
     @property
     def num_slots(self) -> int:
-        """Of all ranks, in one layer."""
+        """How many slots all ranks have together in one layer."""
         return len(next(iter(self.layers.values())))
 
     @property
@@ -72,7 +72,7 @@ class ExpertPlacement:
         return min(math.lcm(*copies), MOST_TURNS)
 
     def as_json(self) -> dict[str, Any]:
-        """What the file holds."""
+        """The placement as a JSON object, as the file holds it."""
         return {
             "architecture": self.architecture,
             "tensor_parallel_size": self.tensor_parallel_size,
@@ -90,7 +90,7 @@ class ExpertPlacement:
 
     @classmethod
     def read(cls, path: str | Path) -> "ExpertPlacement":
-        """What :meth:`save` wrote.
+        """Read the placement that :meth:`save` wrote.
 
         Raises:
             OSError: there is no such file, or it cannot be read.
@@ -128,7 +128,7 @@ def taken_slots(slots: Sequence[int], experts: int, turns: int) -> list[list[int
     Args:
         slots: the expert in each slot of a layer.
         experts: how many there are; each has a slot.
-        turns: rows.
+        turns: how many rows the table has.
     """
     copies: list[list[int]] = [[] for _ in range(experts)]
     for slot, expert in enumerate(slots):
@@ -141,8 +141,8 @@ def rank_loads(slots: Sequence[int], load: Sequence[int], ranks: int) -> list[Fr
 
     Args:
         slots: the expert in each slot.
-        load: of each expert.
-        ranks: that have equally many slots.
+        load: the load of each expert.
+        ranks: how many ranks there are; they have equally many slots.
     """
     copies, each = Counter(slots), len(slots) // ranks
     parts = [Fraction(load[expert], copies[expert]) for expert in slots]

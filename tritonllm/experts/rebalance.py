@@ -24,8 +24,8 @@ class Balance(NamedTuple):
     """The loads of a layer's ranks.
 
     Attributes:
-        mean: over the ranks.
-        most: of the rank with the most work, for which the others wait.
+        mean: the mean load over the ranks.
+        most: the load of the rank with the most work, for which the others wait.
     """
 
     mean: Fraction

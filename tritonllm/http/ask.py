@@ -51,15 +51,15 @@ class Ask:
     """A request, as far as the router has to know it.
 
     Args:
-        method: of HTTP.
-        path: with which it came, decoded.
+        method: the method of HTTP.
+        path: the path with which the request came, decoded.
         target: path and query as they were sent.
         headers: without those that concern one connection only.
         body: as it came.
-        request_id: of the client, or made here.
-        model: that the body names.
+        request_id: the id that the client has given, or one that was made here.
+        model: the name of the model in the body; ``None`` without one.
         key: what places it: the header, ``prompt_cache_key``, ``user``, or the beginning of the prompt; may be empty.
-        tokens: about how many it will hold when it is done.
+        tokens: about how many tokens the request will hold when it is done.
     """
 
     method: str
@@ -82,8 +82,8 @@ def read_fields(path: str, body: bytes, given_key: bytes, chars: int) -> tuple[s
     """``(model, key, tokens)`` of a request.
 
     Args:
-        given_key: of the header that places requests; may be empty.
-        chars: of the prompt's beginning, as the body spells them.
+        given_key: the value of the header that places requests; may be empty.
+        chars: how many characters of the prompt's beginning make a key, as the body spells them.
     """
     try:
         fields = msgspec.json.decode(body, type=_Fields)
@@ -130,7 +130,7 @@ def _is_count(value: Any) -> bool:
 
 
 def length(raw: msgspec.Raw) -> int:
-    """Of text, about how many tokens it has; of token ids, how many."""
+    """About how many tokens a text has; for a list of token ids, how many they are."""
     text = bytes(raw)
     begin = text[:16].replace(b" ", b"").replace(b"\n", b"").lstrip(b"[")
     if text.startswith(b"[") and begin[:1].isdigit():

@@ -20,11 +20,13 @@ HEADER_TIMEOUT = 30.0
 
 @dataclass(frozen=True)
 class HeadLimits:
-    """Args:
-    max_bytes: of the request line and the headers together.
-    max_count: of the headers.
-    seconds: from the connection, or from the first byte of a later request, until the head is there; and for the rest
-        of a body that was answered before its end.
+    """How much of a request's head a client may send, and how long it may take.
+
+    Args:
+        max_bytes: how many bytes the request line and the headers may have together.
+        max_count: how many headers there may be.
+        seconds: how long the head may take, from the connection, or from the first byte of a later request; and the
+            rest of a body that was answered before its end.
     """
 
     max_bytes: int = MAX_HEADER_BYTES
@@ -33,11 +35,11 @@ class HeadLimits:
 
 
 class RefusedError(Exception):
-    """Ends a request.
+    """A request that is refused, with what the client is told.
 
     Args:
-        status: of HTTP.
-        message: for people.
+        status: the status of HTTP.
+        message: a text for people.
         code: a word for programs.
     """
 
@@ -53,16 +55,20 @@ def request_id_of(headers: Mapping[bytes, bytes]) -> str:
 
 
 class Keys:
-    """Args:
-    keys: of which a request must have one; none lets all in.
+    """The keys that let clients in.
+
+    Args:
+        keys: a request must have one of these; if there are none, all are let in.
     """
 
     def __init__(self, keys: Sequence[str]) -> None:
         self._digests = [_digest(key.encode()) for key in keys]
 
     def check(self, headers: Mapping[bytes, bytes]) -> None:
-        """Raises:
-        RefusedError: the request has none of them. The time it takes does not tell how much fits.
+        """Check the key of a request.
+
+        Raises:
+            RefusedError: the request has none of them. The time it takes does not tell how much fits.
         """
         if not self._digests:
             return
@@ -76,7 +82,7 @@ class Keys:
 
 
 def _digest(secret: bytes) -> bytes:
-    """Of one length, whatever the secret's."""
+    """The digest of a secret, which has one length, whatever the secret's."""
     return hashlib.sha256(secret).digest()
 
 

@@ -30,10 +30,10 @@ def placed(key: bytes, names: Sequence[bytes], loads: Sequence[int], epsilon: fl
 
     Args:
         key: what the request begins with.
-        names: of the backends, at least one; no name twice.
-        loads: of each, before the request is added.
-        epsilon: at least 0.
-        min_load: up to which a backend is never passed over.
+        names: the names of the backends, at least one; no name twice.
+        loads: the load of each backend, before the request is added.
+        epsilon: how far above the mean a load may be, as a part of it; at least 0.
+        min_load: the load up to which a backend is never passed over.
     """
     weights = weights_of(key, names)
     most = max((1 + epsilon) * sum(loads) / len(loads), min_load)

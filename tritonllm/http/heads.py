@@ -57,7 +57,7 @@ def uvicorn_options(limits: HeadLimits) -> dict[str, Any]:
 
 
 class _TooLargeError(Exception):
-    """Of a head, in the parser's callbacks."""
+    """A request's head is too large; raised in the parser's callbacks."""
 
 
 class _Timed:
@@ -173,8 +173,10 @@ class _Timed:
 
 
 class _CountedHeaders(h11.Connection):
-    """Args:
-    limits: of heads.
+    """A connection of h11 that limits how large a head may be and how many headers it may have.
+
+    Args:
+        limits: the limits of heads.
     """
 
     def __init__(self, limits: HeadLimits) -> None:
@@ -212,8 +214,10 @@ class _H11(_Timed, H11Protocol):
 
 
 def _httptools() -> type[_Timed]:
-    """Raises:
-    ImportError: it is not installed.
+    """The protocol of uvicorn that parses with httptools, with limits for heads.
+
+    Raises:
+        ImportError: it is not installed.
     """
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 

@@ -35,8 +35,8 @@ class Reply:
     """An answer on its way to a client.
 
     Args:
-        send: of ASGI.
-        path: that was asked; it says whose shape errors have.
+        send: the ``send`` of ASGI.
+        path: the path that was asked, which says whose shape errors have.
         request_id: stands in the answer.
     """
 

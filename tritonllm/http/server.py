@@ -66,9 +66,11 @@ def _cannot_listen(address: Any, error: OSError) -> OSError:
 
 
 class DrainingServer(uvicorn.Server):
-    """Args:
-    config: of uvicorn.
-    drain_seconds: that requests have to end; what takes longer is cut off with an error.
+    """A uvicorn server that ends gracefully: running requests get ``drain_seconds`` to end.
+
+    Args:
+        config: the configuration of uvicorn.
+        drain_seconds: how long requests have to end, in seconds; what takes longer is cut off with an error.
     """
 
     def __init__(self, config: uvicorn.Config, drain_seconds: float) -> None:

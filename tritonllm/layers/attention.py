@@ -39,19 +39,19 @@ class AttentionSpec:
         head_size: elements of one head; ``num_heads * head_size`` may differ from the hidden size.
         input_size: elements from which queries, keys and values are projected; ``None`` if it is the hidden size.
         scale: multiplies the query-key products; ``head_size ** -0.5`` by default.
-        qkv_bias: of the query, key and value projections.
-        o_bias: of the output projection.
+        qkv_bias: whether the query, key and value projections have a bias.
+        o_bias: whether the output projection has a bias.
         clip_qkv: queries, keys and values are clipped to this and its negative (MPT); ``None`` for no clipping.
-        qk_norm: normalises queries and keys.
-        qk_norm_after_rope: it does so after the rotation instead of before (Hunyuan).
+        qk_norm: the norm of queries and keys; ``None`` for none.
+        qk_norm_after_rope: whether that norm comes after the rotation instead of before (Hunyuan).
         qk_norm_over: what shares a norm's statistics and weights: each ``head`` its own statistics with the same
             weights, each of the ``heads`` with weights of its own, or ``all`` heads at once.
         rope: rotation of queries and keys; ``None`` for none.
         window: keys that a token sees, itself included; ``None`` for all.
         softcap: replaces logits ``s`` by ``softcap * tanh(s / softcap)``; 0 for none.
         sinks: each head has a learned logit that takes weight and gives no value (GPT-OSS).
-        alibi_slopes: of each head; ``None`` for no linear bias.
-        causal: a token sees none behind it. Without that a window is to both sides, and sequences come whole.
+        alibi_slopes: the slope of each head's linear bias; ``None`` for no bias.
+        causal: whether a token sees none behind it. Without that a window is to both sides, and sequences come whole.
     """
 
     num_heads: int
@@ -92,7 +92,7 @@ class Attention(nn.Module):
     Args:
         group: the ranks among which the heads are dealt out; ``spec`` says what this one has of them. Its result is
             then a part of a sum.
-        context: those of them that split the keys of each sequence.
+        context: the ranks of the group that split the keys of each sequence.
     """
 
     alibi_slopes: torch.Tensor | None

@@ -61,7 +61,7 @@ def split_attention(
 
     Args:
         q: ``[T, H, D]``, the queries of the step; the new keys are stored.
-        kv_cache: with the keys and values of one head, this rank's part.
+        kv_cache: this rank's part of the layer's cache, with the keys and values of one head.
         context: the ranks that split the keys.
         scale, softcap: as of the kernels.
 

@@ -11,7 +11,7 @@ class ExchangedRows(NamedTuple):
     """What a layer with experts needs to know of it.
 
     Attributes:
-        exchange: between the ranks that have the experts.
+        exchange: the exchange between the ranks that have the experts.
         rows: room for the rows of a rank, the same number on all ranks.
         marks: ``[tokens]`` int32 or int64; of padding, which stays where it is, negative.
     """

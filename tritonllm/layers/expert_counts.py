@@ -45,9 +45,9 @@ class ExpertCounts:
         """What a layer takes for a step; ``None`` if it has no experts.
 
         Args:
-            metadata: of the step.
-            rows: the layer's experts compute only the rows that are wanted of the step.
-            rehearses: this step counts nothing.
+            metadata: the attention metadata of the step.
+            rows: whether the layer's experts compute only the rows that are wanted of the step.
+            rehearses: whether this step counts nothing.
         """
         if place not in self._places:
             return None

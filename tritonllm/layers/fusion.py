@@ -72,8 +72,8 @@ class FusionPlan:
     """Where a whole step normalises and adds.
 
     Attributes:
-        layers: one for each layer that runs.
-        last_norm: of the norm behind them.
+        layers: a plan for each layer that runs.
+        last_norm: how the norm behind the layers is computed.
     """
 
     layers: tuple[LayerPlan, ...]
@@ -86,13 +86,13 @@ class LayerTraits:
 
     Attributes:
         sequential: two blocks, one after the other, each with a norm before it and none after it.
-        rms: its norms are RMS norms; the kernels of products know no others.
-        parallel: both blocks read the layer's input.
-        begins_norms: its products pay for beginning norms and ending them.
-        router: elements of the router's weight; 0 if the MLP is dense.
-        norms_router: the launch of the router can take the norm before it along: they are of one dtype.
-        sums_last: nothing comes after the sum of the experts: there are experts, and no shared MLP.
-        partial: its blocks compute a rank's part of a sum.
+        rms: whether its norms are RMS norms; the kernels of products know no others.
+        parallel: whether both blocks read the layer's input.
+        begins_norms: whether it pays that its products begin norms and end them.
+        router: how many elements the router's weight has; 0 if the MLP is dense.
+        norms_router: whether the launch of the router can take the norm before it along: they are of one dtype.
+        sums_last: whether nothing comes after the sum of the experts: there are experts, and no shared MLP.
+        partial: whether its blocks compute a rank's part of a sum.
     """
 
     sequential: bool
@@ -187,11 +187,11 @@ def plan_step(
     """Decide a step's fusions.
 
     Args:
-        layers: those that run, in their order.
-        rows: tokens of the step.
-        wanted: those whose results are wanted of the last layer, which computes only them behind its attention;
+        layers: the layers that run, in their order.
+        rows: how many tokens the step has.
+        wanted: how many tokens' results are wanted of the last layer, which computes only these behind its attention;
             ``None`` for all.
-        given: the stream begins with the first block's input (:class:`~tritonllm.layers.residual.Stream`).
+        given: whether the stream begins with the first block's input (:class:`~tritonllm.layers.residual.Stream`).
     """
     plans: list[LayerPlan] = []
     handed = _Handed.NORMED if given else _Handed.STREAM
@@ -249,7 +249,7 @@ class FusionPlanner:
     """The plans of a model: one for each size of a step, made when the first such step comes.
 
     Args:
-        layers: from the first to the last.
+        layers: the layers, from the first to the last.
         limits: ``None`` asks the device of the first step.
         summed: without limits, theirs (:attr:`FusionLimits.summed`).
         given: as in :func:`plan_step`.

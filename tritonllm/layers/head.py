@@ -28,8 +28,8 @@ class DenseSpec:
     """``norm(activation(weight @ x + bias))``.
 
     Attributes:
-        in_features, out_features: sizes.
-        bias: it has one.
+        in_features, out_features: the sizes of the input ``x`` and of the result.
+        bias: whether there is a bias.
         activation: one of ``ACTIVATIONS``; ``None`` for none.
         norm: a layer norm of the result; ``None`` for none.
     """
@@ -52,10 +52,10 @@ class HeadSpec:
     """What a classifier or a reward model has in the place of the output projection.
 
     Attributes:
-        dense: its layers, from the first to the last; the last one has an output for each label.
-        pooling: what of a sequence is classified.
-        activation: of the last layer's outputs, if the request wants it.
-        step_tag_id: of token classification only these tokens are of interest; ``None``: all.
+        dense: the layers of the head, from the first to the last; the last one has an output for each label.
+        pooling: which of a sequence's hidden states is classified: the last, the first, or the mean.
+        activation: the function that is applied to the last layer's outputs, if the request wants it.
+        step_tag_id: the token id of whose positions token classification reports results; ``None``: all tokens'.
     """
 
     dense: tuple[DenseSpec, ...]

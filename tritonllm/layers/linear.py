@@ -114,7 +114,8 @@ class Linear(nn.Module):
 
         Args:
             x, norm, squares: a :class:`~tritonllm.layers.norm.BlockInput`. With ``squares`` there is no ``residual``.
-            activation: of the result; ``gated``: of its first half, which then multiplies the second.
+            activation: the function that is applied to the result; with ``gated`` to its first half, which then
+                multiplies the second.
             residual: ``[T, out]``, to which ``scale`` times the result is added in place.
 
         Returns:
@@ -163,7 +164,7 @@ class Linear(nn.Module):
     def _on_cpu(
         self, x: torch.Tensor, activation: str | None, gated: bool, residual: torch.Tensor | None, scale: float
     ) -> torch.Tensor:
-        """There the reference of `linear` would convert a 16-bit weight each time."""
+        """The product on the CPU. The reference of `linear` would convert a 16-bit weight each time."""
         return _activated(product(x, self.operand, self.bias), activation, gated, residual, scale)
 
     def pack(self) -> None:

@@ -75,8 +75,8 @@ def local_lens(
     """Tables and lengths of the tokens that are decoded or verified: ``[N, M]`` and ``[N]`` int32.
 
     Args:
-        block_tables, seq_lens, positions: of the step.
-        ranks: from this one to the last: ``range(rank, size)``.
+        block_tables, seq_lens, positions: the step's, as in :class:`~tritonllm.layers.metadata.AttentionMetadata`.
+        ranks: the ranks from this one to the last: ``range(rank, size)``.
     """
     decode, verify, _ = segments
     n, size = decode.sequences, ranks.stop
@@ -98,9 +98,9 @@ def local_chunks(
         tables: ``[C, M]`` int32.
         starts: ``[C + 1]`` int32, the first token of each; the last one is ``tokens``.
         seq_lens: ``[C]`` int32, keys of each over all ranks, its tokens included.
-        tokens: of all chunks.
-        longest: no chunk has more of them.
-        ranks: from this one to the last: ``range(rank, size)``.
+        tokens: how many tokens all chunks have together.
+        longest: how many tokens a chunk has at most.
+        ranks: the ranks from this one to the last: ``range(rank, size)``.
     """
     size, device = ranks.stop, starts.device
     counts, lane = starts[1:] - starts[:-1], torch.arange(size, dtype=torch.int32, device=device)

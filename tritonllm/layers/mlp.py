@@ -21,7 +21,7 @@ class MLPSpec:
         intermediate_size: columns between the two products.
         activation: one of ``ACTIVATIONS``; of ``GATED_ACTIVATIONS`` with a gate.
         gated: the activation multiplies a second projection of the input.
-        bias: of all projections.
+        bias: whether all projections have a bias.
     """
 
     intermediate_size: int
@@ -37,7 +37,8 @@ class MLPSpec:
 
 
 class MLP(nn.Module):
-    """With a gate, gate and up are one projection, gate first: one product reads the input once."""
+    """A feed-forward block. With a gate, gate and up are one projection, gate first: one product reads the input
+    once."""
 
     def __init__(self, hidden_size: int, spec: MLPSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()

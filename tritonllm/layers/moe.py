@@ -26,13 +26,14 @@ class MoESpec:
 
     Attributes:
         num_experts: gated MLPs to choose from.
-        top_k: of them that a token goes through.
-        intermediate_size: of each.
+        top_k: how many experts a token goes through.
+        intermediate_size: the columns between an expert's two products.
         activation: one of ``EXPERT_ACTIVATIONS``.
-        bias: of the experts' projections.
-        router_bias: added to the router's logits.
-        router_float32: its weight is float32 in every dtype, as are the rows that it multiplies (ERNIE 4.5).
-        scoring: of the logits, ``softmax`` or ``sigmoid``.
+        bias: whether the experts' projections have a bias.
+        router_bias: whether a bias is added to the router's logits.
+        router_float32: whether the router's weight is float32 in every dtype, as are the rows that it multiplies (ERNIE
+            4.5).
+        scoring: the function that makes scores of the logits, ``softmax`` or ``sigmoid``.
         renormalize: the chosen experts' weights sum to one.
         correction_bias: added to the scores for the choice only (DeepSeek-V3).
         num_groups: experts are chosen within the best ``top_k_groups`` of this many groups; 1 for no groups.
@@ -73,7 +74,7 @@ class MoESpec:
 
     @property
     def num_slots(self) -> int:
-        """On all ranks together; without copies one for each expert."""
+        """How many slots all ranks have together; without copies one for each expert."""
         return self.num_experts if self.slots is None else len(self.slots)
 
     def __post_init__(self) -> None:
@@ -177,7 +178,7 @@ class MoE(nn.Module):
         self._add_shared(stream, x.rows, scale)
 
     def add_and_normalize(self, stream: torch.Tensor, x: Routed, norm: Norm, scale: float) -> BlockInput:
-        """Without a shared MLP."""
+        """Add the experts' sum to the stream, and normalise the result; for blocks without a shared MLP."""
         return BlockInput(self._sum(x, stream, scale, norm)[1])
 
     def _sum(

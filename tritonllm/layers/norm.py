@@ -25,8 +25,8 @@ class NormSpec:
     Attributes:
         kind: ``rms`` divides by the root mean square; ``layer`` subtracts the mean first.
         eps: added to the mean square or the variance.
-        weight: there is a weight, or a layer norm has none.
-        bias: a layer norm adds one.
+        weight: whether there is a weight; only a layer norm may have none.
+        bias: whether a layer norm adds a bias.
         weight_offset: added to the weight of an RMS norm (Gemma stores its difference from 1).
     """
 

@@ -19,7 +19,7 @@ class Regimes:
     """The regimes of one engine's steps.
 
     Attributes:
-        short_keys: of so many decodes, up to how many keys they are short; 0 if they never are.
+        short_keys: returns up to how many keys each of so many decodes is short; 0 if they never are.
         max_model_len: the longest sequence that may come.
     """
 

@@ -14,8 +14,8 @@ class RopeSpec:
     """Rotary position embedding.
 
     Attributes:
-        base: of the geometric series of wavelengths.
-        rotary_dim: leading elements of each head that are rotated.
+        base: the base of the geometric series of wavelengths.
+        rotary_dim: how many leading elements of each head are rotated.
         trained_length: positions that the model was trained on, unless ``scaling`` says otherwise.
         scaling: ``rope_type`` and its parameters, as in ``config.json``; empty for none.
         interleaved: pairs are neighbours instead of halves.

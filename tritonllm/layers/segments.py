@@ -13,10 +13,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Attributes:
-    sequences: how many.
-    tokens: of all of them together.
-    longest: no sequence has more tokens in the step.
+    """The sequences and tokens of one kind in a step.
+
+    Attributes:
+        sequences: how many sequences there are.
+        tokens: how many tokens all of them have together.
+        longest: no sequence has more tokens in the step.
     """
 
     sequences: int = 0
@@ -50,7 +52,7 @@ class Segments:
 
     @property
     def only_decodes(self) -> bool:
-        """Every token belongs to a decode."""
+        """Whether every token belongs to a decode."""
         return not (self.verify.tokens or self.chunk.tokens)
 
 

@@ -69,7 +69,7 @@ class ModelParts(Protocol):
 
 
 class _DecoderParts:
-    """Of our decoder."""
+    """The parts of a model of this package's decoder."""
 
     def __init__(self, model: Decoder) -> None:
         self._model = model
@@ -122,7 +122,7 @@ class _Through:
 
 
 class _TransformersParts:
-    """Of a model of transformers."""
+    """The parts of a model that runs through transformers."""
 
     def __init__(self, model: TransformersDecoder) -> None:
         self._model = model
@@ -162,10 +162,10 @@ class CompiledModel:
     """A model with compiled steps; the model itself must not run any more.
 
     Args:
-        model: loaded.
-        backend: of ``torch.compile``.
-        max_num_seqs: most rows that are wanted of a step.
-        max_num_batched_tokens: most tokens of a step.
+        model: the loaded model.
+        backend: the backend of ``torch.compile``.
+        max_num_seqs: the most rows that are wanted of a step.
+        max_num_batched_tokens: the most tokens of a step.
 
     Raises:
         ValueError: the compiler cannot compile the model, and why.
@@ -281,7 +281,7 @@ class CompiledModel:
         return hidden if rows is inside else hidden[rows]
 
     def rehearsal(self) -> AbstractContextManager[None]:
-        """Of whole steps: a graph has all layers."""
+        """A context in which the model runs whole steps, as always: a graph has all layers."""
         return nullcontext()
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -109,7 +109,7 @@ class ConfigReader(Mapping[str, Any]):
         return _ACTIVATIONS[value]
 
     def dtype(self) -> torch.dtype:
-        """Of the checkpoint: float32 if the file does not say."""
+        """The dtype of the checkpoint: float32 if the file does not say."""
         name = "dtype" if self.get("dtype") is not None else "torch_dtype"
         value = self.get(name)
         if value is None:

@@ -38,16 +38,16 @@ class Decoder(nn.Module):
 
     Args:
         spec: the model.
-        dtype: of the weights and activations; norms, rotations and softmax compute in float32.
-        device: where the weights are.
+        dtype: the dtype of the weights and activations; norms, rotations and softmax compute in float32.
+        device: the device that the weights are on.
         max_model_len: positions go from 0 to ``max_model_len - 1``.
         group: the ranks that share the model, or the stage (:mod:`tritonllm.models.shards`).
-        context: those of them that split the keys of each sequence (:mod:`tritonllm.layers.context`).
+        context: the ranks of the group that split the keys of each sequence (:mod:`tritonllm.layers.context`).
         stage: which layers are here (:mod:`tritonllm.models.stages`); all of them by default.
         batch_invariant: a token's bits do not depend on the rest of its step (:mod:`tritonllm.layers.invariance`).
         counts_experts: steps count which experts tokens choose.
-        exchange: between engines that share the experts; each has requests of its own, and all else of the model. In
-            each layer with experts rows go from one to the other, so all run a step at once.
+        exchange: the exchange between engines that share the experts; each has requests of its own, and all else of the
+            model. In each layer with experts rows go from one to the other, so all run a step at once.
 
     Attributes:
         spec: what this rank computes.
@@ -55,7 +55,7 @@ class Decoder(nn.Module):
         group, context, stage, exchange: see above.
         incoming: ``[tokens, hidden]``, where a stage behind the first finds what the one before it has computed of a
             step's tokens. A step overwrites it.
-        expert_counts: of all steps so far; ``None`` if they are not counted.
+        expert_counts: the counts of all steps so far; ``None`` if they are not counted.
         together: the most elements that the products of one of its layers have (:class:`Linear`).
 
     Raises:

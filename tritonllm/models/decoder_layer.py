@@ -97,7 +97,7 @@ class DecoderLayer(nn.Module):
 
         Args:
             plan: which launches normalise and add.
-            rows: those with which the stream goes on after all tokens were attended to; ``None`` for all.
+            rows: the tokens with which the stream goes on after all tokens were attended to; ``None`` for all.
             following: the norm with which the next layer begins.
             counter: where the experts that tokens choose are counted, if there are any.
             exchanged: how rows get to experts on other ranks, if there are any.

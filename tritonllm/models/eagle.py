@@ -37,10 +37,10 @@ class Eagle3Spec(ModelSpec):
     """An EAGLE-3 head: its layer, whose ``vocab_size`` is the number of tokens that it can draft, and what it reads.
 
     Attributes:
-        target_vocab_size: of the large model.
-        target_hidden_size: of the large model.
-        reads: layers of the large model, before which its residual stream is read.
-        norm_before_residual: the layer adds to the normalised feature instead of the feature.
+        target_vocab_size: the size of the large model's vocabulary.
+        target_hidden_size: the size of the large model's hidden states.
+        reads: the layers of the large model before which its residual stream is read.
+        norm_before_residual: whether the layer adds to the normalised feature instead of the feature.
     """
 
     target_vocab_size: int
@@ -53,9 +53,9 @@ class EagleHead(Decoder):
     """The head over a large model.
 
     Args:
-        spec: of its layer; what :func:`~tritonllm.models.eagle_files.read_eagle_spec` said.
+        spec: the description of the head, from :func:`~tritonllm.models.eagle_files.read_eagle_spec`.
         target: the large model.
-        bias: of ``fc``.
+        bias: whether ``fc`` has a bias.
         dtype, device, max_model_len: as of :class:`Decoder`.
     """
 
@@ -122,12 +122,12 @@ class EagleHead(Decoder):
         return Stream(self.fc(torch.cat([self.embed(input_ids), features], -1)), scale=self.spec.residual_multiplier)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The large model's."""
+        """The logits that the large model's output projection gives."""
         return self._target[0].compute_logits(hidden)
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """There is one layer, which runs either way."""
+        """A context for warm-up. It does nothing: there is one layer, which runs either way."""
         yield
 
     def own_slots(self) -> dict[str, Slot]:

@@ -35,10 +35,10 @@ def read_eagle_spec(folder: Path, method: str, target_layers: int) -> ModelSpec:
 
     Args:
         method: ``eagle`` or ``eagle3``, as the user has said.
-        target_layers: of the large model.
+        target_layers: how many layers the large model has.
 
     Returns:
-        Of an EAGLE-3 head an :class:`Eagle3Spec`.
+        A :class:`ModelSpec`; for an EAGLE-3 head an :class:`Eagle3Spec`.
 
     Raises:
         ValueError: no such file, a head of the other kind, not one layer of Llama's kind, a part that is not known, or

@@ -15,8 +15,10 @@ REMEDY = "make one of this model's own load: `tritonllm rebalance-experts`"
 
 
 def check_counted(spec: ModelSpec | FallbackSpec) -> None:
-    """Raises:
-    ValueError: it has no experts whose tokens could be counted.
+    """Check that the tokens of a model's experts can be counted.
+
+    Raises:
+        ValueError: it has no experts whose tokens could be counted.
     """
     if isinstance(spec, FallbackSpec):
         raise ValueError(
@@ -46,8 +48,8 @@ def check_exchange(size: int, ranks: int, batch_invariant: bool) -> None:
     """What else may be asked of a model whose experts ``size`` engines share.
 
     Args:
-        ranks: of each engine's tensor parallelism.
-        batch_invariant: a token's bits shall not depend on the rest of its step.
+        ranks: the ranks of each engine's tensor parallelism.
+        batch_invariant: whether a token's bits shall not depend on the rest of its step.
 
     Raises:
         ValueError: the two cannot be together.

@@ -193,7 +193,7 @@ def load_fallback(
     Args:
         folder: the checkpoint.
         spec: what :func:`fallback_spec` said.
-        dtype: of the weights and of the cache.
+        dtype: the dtype of the weights and of the cache.
         load_format: which files, as in :func:`~tritonllm.models.weights.load_weights`; ``dummy`` makes weights up
             from ``seed`` as transformers initialises them.
         max_model_len: the longest sequence that may come.

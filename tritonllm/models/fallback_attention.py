@@ -81,7 +81,7 @@ class Mask:
     """A mask as transformers defines it: ``visible(batch, head, query position, key position)``, elementwise.
 
     Attributes:
-        visible: that function.
+        visible: the function ``visible`` above.
         own: the model added conditions of its own, which may look at more than positions.
     """
 
@@ -120,9 +120,9 @@ class LayerCall:
     """One call of attention.
 
     Attributes:
-        layer: its index.
+        layer: the index of the layer.
         shape: number of key/value heads, and the head sizes of keys and values.
-        mask: what it would mask.
+        mask: the mask that the model would apply.
     """
 
     layer: int

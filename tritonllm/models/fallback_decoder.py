@@ -60,8 +60,8 @@ class TransformersDecoder(nn.Module):
 
     Args:
         lm: the model on its device; its base model is taken out of it.
-        spec: as its configuration suggests it.
-        dtype: of the activations and of the cache.
+        spec: the model's description, as its configuration suggests it.
+        dtype: the dtype of the activations and of the cache.
         max_model_len: the longest sequence that may come.
 
     Raises:
@@ -118,7 +118,7 @@ class TransformersDecoder(nn.Module):
         return 0
 
     def rehearsal(self) -> AbstractContextManager[None]:
-        """Of whole steps: transformers runs all its layers."""
+        """A context in which the model runs whole steps, as always: transformers runs all its layers."""
         return nullcontext()
 
     def _separate(self, spec: FallbackSpec, max_model_len: int) -> FallbackSpec:

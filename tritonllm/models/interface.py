@@ -45,8 +45,8 @@ class LayerWork(NamedTuple):
     """What a layer computes of a token.
 
     Attributes:
-        weights: those that the token meets; of experts, those of the chosen.
-        experts: the layer has some.
+        weights: how many weights the token meets; of experts, those of the chosen.
+        experts: whether the layer has experts.
     """
 
     weights: int

@@ -8,7 +8,7 @@ def check_invariance(spec: ModelSpec | FallbackSpec, ranks: int) -> None:
     """Check that all operations of a model have a batch-invariant kernel (:mod:`tritonllm.layers.invariance`).
 
     Args:
-        ranks: that share the model.
+        ranks: how many ranks share the model.
 
     Raises:
         ValueError: one has none; the message names it.

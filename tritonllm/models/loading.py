@@ -57,9 +57,9 @@ def read_spec(
     """What ``config.json`` describes.
 
     Args:
-        folder: of the checkpoint.
+        folder: the folder of the checkpoint.
         trust_remote_code: run Python code of the checkpoint, for architectures that transformers does not know.
-        as_classifier: the files of a causal model have a classifier in the place of its output projection.
+        as_classifier: whether the files of a causal model have a classifier in the place of its output projection.
 
     Raises:
         ValueError: no such file, a bad field, or a model that can run neither as a family nor through transformers.
@@ -94,19 +94,19 @@ def load_model(
 
     Args:
         spec: what :func:`read_spec` said.
-        dtype: of weights and activations.
+        dtype: the dtype of weights and activations.
         max_model_len: the longest sequence that may come.
         load_format: which files; ``dummy`` makes weights up from ``seed`` instead of reading them.
         trust_remote_code: run Python code of the checkpoint, for architectures that transformers does not know.
         allow_nan: take weights that are NaN or infinite.
         group: the ranks that share the model, or the stage, of which this one gets its part; for one of our families.
-        context: those of the group that split the keys of each sequence.
+        context: the ranks of the group that split the keys of each sequence.
         stage: which layers; all of them by default.
         batch_invariant: a token's bits do not depend on the rest of its step; for models that
             :func:`tritonllm.models.invariance.check_invariance` knows.
         counts_experts: steps count which experts tokens choose; for one of our families that has experts.
-        exchange: between the engines that share the experts, of which this one gets its part; for one of our families
-            that has experts.
+        exchange: the exchange between the engines that share the experts, of which this one gets its part; for one of
+            our families that has experts.
 
     Raises:
         ValueError: weights that do not match the configuration; the message names a tensor. Or the model has no experts
@@ -127,6 +127,8 @@ def load_model(
             max_model_len=max_model_len,
             allow_nan=allow_nan,
         )
+    if spec.text_of:
+        logger.info("%s: its text model alone (%s), without images or sound", spec.text_of, spec.architecture)
     sizes: dict[str, Any] = {"dtype": dtype, "device": device, "max_model_len": max_model_len}
     how: dict[str, Any] = {"batch_invariant": batch_invariant, "counts_experts": counts_experts}
     model = Decoder(spec, **sizes, group=group, context=context, stage=stage, exchange=exchange, **how)

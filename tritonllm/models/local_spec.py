@@ -13,8 +13,10 @@ from tritonllm.models.spec import LayerSpec, ModelSpec
 
 
 def check(spec: ModelSpec, size: int) -> None:
-    """Raises:
-    ValueError: the model cannot be cut for so many ranks; says which of its sizes does not divide.
+    """Check that a model can be cut for so many ranks.
+
+    Raises:
+        ValueError: the model cannot be cut for so many ranks; says which of its sizes does not divide.
     """
     for place, layer in enumerate(spec.layers):
         wrong = _uneven(layer, size)
@@ -56,13 +58,13 @@ def check_context(spec: ModelSpec, size: int, context: int) -> None:
 
 
 def by_expert(spec: ModelSpec, placement: ExpertPlacement | None = None) -> ModelSpec:
-    """The same model, whose experts are dealt out whole (``enable_expert_parallel``).
+    """A copy of a model's description whose experts are dealt out whole (``enable_expert_parallel``).
 
     Args:
-        placement: which rank has which of them, of this model; ``None``: in their order, without copies.
+        placement: which rank has which experts, for this model; ``None``: in their order, without copies.
 
     Raises:
-        ValueError: it has none.
+        ValueError: the model has no experts.
     """
     if not spec.experts:
         raise ValueError(f"enable_expert_parallel: {spec.architecture} has no experts: leave it out")

@@ -42,7 +42,7 @@ def dequantize_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dt
     Args:
         blocks: ``[..., G, 16]`` uint8, two elements a byte, the low nibble first.
         scales: ``[..., G]`` uint8: ``2^(scale - 127)``; 255 is NaN.
-        dtype: of the result: float16, bfloat16 or float32.
+        dtype: the dtype of the result: float16, bfloat16 or float32.
 
     Returns:
         ``[..., G * 32]``.

@@ -42,8 +42,10 @@ class SentenceModules:
     max_seq_length: int | None = None
 
     def check_sizes(self, hidden_size: int) -> None:
-        """Raises:
-        ValueError: a dense layer takes vectors of another size than it gets.
+        """Check that each layer takes vectors of the size that the one before gives.
+
+        Raises:
+            ValueError: a dense layer takes vectors of another size than it gets.
         """
         size = hidden_size
         for folder, layer in self.dense:

@@ -68,8 +68,8 @@ class Split:
     """How one parameter is cut.
 
     Attributes:
-        axis: along which dimension.
-        sections: of which that consists, one after the other.
+        axis: the dimension along which the parameter is cut.
+        sections: the sections that this dimension consists of, one after the other.
         elements: the element in each place of the one section; it may be in several. ``None``: each is in its own.
     """
 

@@ -17,7 +17,7 @@ class Slot:
 
     Attributes:
         parameter: name of the decoder's parameter.
-        shape: of the checkpoint tensor.
+        shape: the shape of the checkpoint tensor.
         expert: index into the parameter's first dimension, for a tensor that holds one expert; ``None`` otherwise.
         axis: dimension of the parameter (of its expert) along which the tensor is a run of rows: 1 for tensors that
             hold all experts, else 0.
@@ -62,7 +62,7 @@ class Slot:
         return dataclasses.replace(self, shape=self.shape[1:], expert=index, axis=self.axis - 1)
 
     def without_row(self) -> "Slot":
-        """The same place, of a tensor without the first dimension of 1."""
+        """The same place in the parameter, for a tensor without the first dimension of 1."""
         return dataclasses.replace(self, shape=self.shape[1:], is_row=False)
 
     def write(self, parameter: torch.Tensor, tensor: torch.Tensor) -> None:
@@ -113,7 +113,7 @@ def unfilled(slots: Mapping[str, Slot], present: Mapping[str, str]) -> list[str]
     present these are the slots of the first spelling of everything.
 
     Args:
-        slots: of all spellings, by name.
+        slots: the slots of all spellings, by name.
         present: names of the slots that are written, and what to call each in a message.
 
     Raises:

@@ -25,34 +25,35 @@ class ModelSpec:
     """A decoder-only transformer, or an encoder: the same with attention to both sides.
 
     Attributes:
-        architecture: its name in ``config.json``.
+        architecture: the architecture's name in ``config.json``.
         max_position_embeddings: most tokens of a sequence, position scaling included.
-        layers: from the first to the last; the cache's shape is the same in all of them.
+        layers: the layers, from the first to the last; the cache's shape is the same in all of them.
         norm: every norm of the residual stream.
         norm_position: where a block (attention, MLP) and the stream are normalised: ``pre``, the block's input;
             ``post``, the block's output before it is added (OLMo 2); ``sandwich``, both (Gemma 2); ``stream``, the sum
             after it is added, which the stream then is (the original transformer; OPT-350m).
         parallel: attention and MLP both read the layer's input instead of one after the other: ``one norm`` for both,
             or ``two norms``; ``None`` for one after the other. With ``norm_position="pre"``.
-        final_norm: there is a norm before the output projection.
+        final_norm: whether there is a norm before the output projection.
         embedding_norm: the embeddings are normalised, once all is added to them (BLOOM, BERT).
         first_norm: the first block has a norm before it, as the others have (ModernBERT normalises embeddings instead).
         token_types: kinds of tokens, each with a learned vector that is added to the embeddings (BERT); 0 for none. A
             token of kind t has the id ``t * vocab_size + id``.
         learned_positions: rows of a learned table that is added to the embeddings; 0 for none.
         position_offset: row of position 0 in that table (OPT begins at 2).
-        embedding_size: of the token embeddings, projected to the hidden size and back (OPT-350m); ``None`` if it is
-            the hidden size.
-        embedding_multiplier: of the token embeddings.
-        residual_multiplier: of what a block adds to the stream.
+        embedding_size: the size of the token embeddings, which are projected to the hidden size and back (OPT-350m);
+            ``None`` if it is the hidden size.
+        embedding_multiplier: multiplies the token embeddings.
+        residual_multiplier: multiplies what a block adds to the stream.
         logit_scale: multiplies the logits.
         logit_softcap: then replaces them by ``cap * tanh(logit / cap)``; 0 for none.
-        logit_bias: the output projection has one.
-        tie_word_embeddings: the output projection is the embedding table.
-        logits: there is an output projection.
+        logit_bias: whether the output projection has a bias.
+        tie_word_embeddings: whether the output projection is the embedding table.
+        logits: whether there is an output projection.
         head: what a classifier or a reward model has in its place.
         eos_token_ids: tokens that end a sequence.
-        dtype: of the checkpoint.
+        dtype: the dtype of the checkpoint.
+        text_of: the architecture whose text model it is, where a checkpoint has towers for images or sound beside it.
     """
 
     architecture: str
@@ -80,6 +81,7 @@ class ModelSpec:
     head: HeadSpec | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float32
+    text_of: str = ""
 
     def __post_init__(self) -> None:
         if not self.layers:

@@ -23,9 +23,9 @@ class Stage:
     """A stage of a model.
 
     Attributes:
-        index: from 0 on.
-        layers: that it has, of the whole model's.
-        first, last: it is the first, or the last one.
+        index: the stage's index, from 0 on.
+        layers: which of the whole model's layers the stage has.
+        first, last: whether it is the first stage, or the last one.
     """
 
     index: int
@@ -35,7 +35,7 @@ class Stage:
 
     @classmethod
     def whole(cls, spec: ModelSpec) -> "Stage":
-        """The only one."""
+        """The one stage of a model that is not cut."""
         return cls(0, range(spec.num_layers))
 
     def of(self, spec: ModelSpec) -> ModelSpec:
@@ -62,8 +62,8 @@ def stages_of(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]], count: int
 
     Args:
         spec: the whole model.
-        shapes: of its parameters.
-        count: stages.
+        shapes: the shapes of the model's parameters, by name.
+        count: how many stages there are.
 
     Raises:
         ValueError: there are fewer layers than stages.

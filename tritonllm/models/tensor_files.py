@@ -84,10 +84,10 @@ class PackedExperts:
 
 
 class TensorFile(Protocol):
-    """An open file."""
+    """An open file of tensors."""
 
     def headers(self) -> dict[str, StoredTensor]:
-        """Every tensor, in the order of the file."""
+        """The header of every tensor by its name, in the order of the file."""
 
     def get(self, name: str) -> torch.Tensor:
         """A tensor, to be let go before the file is closed."""

@@ -22,16 +22,16 @@ class WeightNames:
     Attributes:
         attention_norm, attention_post_norm, mlp_norm, mlp_post_norm: norms of the residual stream before and after
             each block; with ``norm_position="stream"``, the first and third are those after it.
-        norm_weights_minus_one: those norms' weights are stored minus 1 (Nemotron).
+        norm_weights_minus_one: whether these norms' weights are stored minus 1 (Nemotron).
         qkv: three projections, or one that holds all of them.
-        qkv_by_group: the one projection has the queries, the key and the value of a key head together.
+        qkv_by_group: whether the one projection has the queries, the key and the value of a key head together.
         qk_norm_by_head: ``q_norm`` and ``k_norm`` have a tensor for each head, under ``norms.{}``.
         up: gate and up, or one projection that holds both, or the only one of an MLP without a gate.
-        transposed: weights of the blocks' projections are ``[in, out]``.
-        correction_bias_is_row: that tensor is ``[1, experts]`` (ERNIE 4.5).
-        expert_up, expert_down: within one expert.
-        stacked_up, stacked_down: tensors of all experts, where a checkpoint has those instead.
-        stacked_interleaved: those tensors are transposed, and gate and up alternate (GPT-OSS).
+        transposed: whether weights of the blocks' projections are ``[in, out]``.
+        correction_bias_is_row: whether the tensor of the correction bias is ``[1, experts]`` (ERNIE 4.5).
+        expert_up, expert_down: names of projections within one expert.
+        stacked_up, stacked_down: names of tensors of all experts, where a checkpoint has those instead.
+        stacked_interleaved: whether the stacked tensors are transposed, and gate and up alternate (GPT-OSS).
         head: dense layers in the place of the output projection, and their norms.
     """
 

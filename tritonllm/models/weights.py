@@ -37,6 +37,7 @@ from tritonllm.models.tensor_files import (
     read,
     stored_tensors,
 )
+from tritonllm.models.text_part import names_in_files
 
 # What architectures call the output projection; with tied embeddings it may be stored all the same.
 _OUTPUTS = ("lm_head.weight", "embed_out.weight", "output.weight")
@@ -168,7 +169,7 @@ def _parameters(model: Decoder) -> dict[str, nn.Parameter]:
 
 
 def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Of the parameters of the whole model, by their names."""
+    """The shapes of the whole model's parameters, by their names."""
     return _shapes(weight_map(spec))
 
 
@@ -191,12 +192,12 @@ def _keep(parameter: torch.Tensor, whole: torch.Tensor, split: Split | Once, gro
 
 @dataclass(frozen=True)
 class _Plan:
-    """Where tensors go.
+    """Which tensors of a checkpoint go to which parameters.
 
     Attributes:
-        slots: by the name that the checkpoint has, in its order.
+        slots: the place of each tensor, by the name that the checkpoint has, in its order.
         twins: an output projection that the model does not have, and the embeddings that it must be equal to.
-        cuts: of the same tensors what this rank reads.
+        cuts: what this rank reads of each tensor, by the same names.
         others: parameters that only rank 0 has, and this is another.
     """
 
@@ -221,7 +222,7 @@ def _plan(model: Decoder, stored: Mapping[str, StoredTensor], where: str) -> _Pl
     embedding = next(name for name, slot in slots.items() if slot.parameter == "embed.weight")
     outputs = [name for name in _OUTPUTS if name not in slots] if model.spec.tie_word_embeddings else []
     slots = {**slots, **dict.fromkeys(outputs, slots[embedding])}
-    accepted = _accepted_names(slots)
+    accepted = _accepted_names(slots, text_of=bool(model.spec.text_of))
     home: dict[str, str] = {}  # name of the slot -> name in the checkpoint
     for name, tensor in stored.items():
         if name not in accepted and (is_derived(name, tensor) or is_extra(model.spec, name)):
@@ -254,14 +255,17 @@ def _check_map(model: Decoder, slots: Mapping[str, Slot]) -> None:
         raise ValueError(f"the weight map gives {name} the shape {mapped.get(name)}, the model {shapes.get(name)}")
 
 
-def _accepted_names(slots: Mapping[str, Slot]) -> dict[str, str]:
+def _accepted_names(slots: Mapping[str, Slot], *, text_of: bool = False) -> dict[str, str]:
     """Names that a checkpoint may use -> names of slots: the same, those without the base model's name, and what the
-    first checkpoints of BERT call a layer norm's weight and bias."""
+    first checkpoints of BERT call a layer norm's weight and bias; and, where the model is the text part of another
+    (``text_of``), those with that one's names before them."""
     accepted = {name: name for name in slots}
     for name in slots:
         for new, old in (("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta")):
             if name.endswith(new):
                 accepted[name.removesuffix(new) + old] = name
+    if text_of:
+        accepted |= {other: slot for name, slot in list(accepted.items()) for other in names_in_files(name)}
     for name, slot in list(accepted.items()):
         if name.count(".") > 1:  # `lm_head.weight` is not in the base model
             accepted.setdefault(name.partition(".")[2], slot)
@@ -317,7 +321,8 @@ def _digest_in_file(name: str, stored: StoredTensor) -> bytes:
 
 
 def _digest(tensor: torch.Tensor) -> bytes:
-    """Of the values as float32: equal for a table and its exact conversion, one of the two in memory at a time."""
+    """A digest of the values as float32: equal for a table and its exact conversion, one of the two in memory at a
+    time."""
     digest = xxhash.xxh3_128()
     for piece in tensor.split(max(1, PIECE // tensor.shape[-1])):
         digest.update(piece.to("cpu", torch.float32).contiguous().numpy())
@@ -335,7 +340,8 @@ def _load(
 
 
 def _write(cut: Cut, parameter: torch.Tensor, tensor: torch.Tensor | PackedExperts) -> None:
-    """Of a tensor the part, of packed experts, which are unpacked whole, all."""
+    """Write a cut of a tensor to its parameter. ``tensor`` is that cut already; of packed experts, which are unpacked
+    whole, it is all of them."""
     if isinstance(tensor, torch.Tensor):
         cut.slot.write(parameter, tensor)
         return

@@ -50,8 +50,8 @@ class Engines:
     """Several engines that have started. They end with this object, or with this process.
 
     Args:
-        config: of all of them, with ``data_parallel_size``.
-        link: to engines that were started already; by default they are started here.
+        config: the configuration of all of the engines, with ``data_parallel_size``.
+        link: a link to engines that were started already; by default they are started here.
 
     Raises:
         ValueError: a bad value, or a model that cannot be loaded.
@@ -79,7 +79,7 @@ class Engines:
 
     @property
     def model_config(self) -> ModelConfig:
-        """As given, with the length that the engines found."""
+        """The configuration of the model as given, with the length that the engines found."""
         return dataclasses.replace(self._llm.config.model, max_model_len=self.inputs.max_model_len)
 
     @property
@@ -89,7 +89,7 @@ class Engines:
 
     @property
     def replica_stats(self) -> list[EngineStats]:
-        """Of each engine."""
+        """The statistics of each engine."""
         return [_stats(one) for one in self._llm.replica_stats]
 
     @property
@@ -196,8 +196,10 @@ class Engines:
             result.add_done_callback(partial(_note, self._ended, request_id))
 
     def _check_alive(self) -> None:
-        """Raises:
-        EngineDeadError: one has died, and so all have been ended; or :meth:`shutdown` has.
+        """Check that all engines live; if one has died, the others are ended.
+
+        Raises:
+            EngineDeadError: one has died, and so all have been ended; or :meth:`shutdown` has.
         """
         if self._failure is None and self._llm.replica_deaths:
             self._failure = f"{self._llm.replica_deaths[0]}; the others were ended with it: make a new LLM"
@@ -219,15 +221,15 @@ class Engines:
         return self._ask(self._llm.reset_prefix_cache())
 
     def sleep(self, level: int = 1) -> None:
-        """Raises as :meth:`AsyncLLM.sleep`."""
+        """Let the engines sleep. Raises as :meth:`AsyncLLM.sleep`."""
         self._ask(self._llm.sleep(level))
 
     def wake_up(self, tags: Collection[str] | None = None) -> None:
-        """Raises as :meth:`AsyncLLM.wake_up`."""
+        """Wake the engines up. Raises as :meth:`AsyncLLM.wake_up`."""
         self._ask(self._llm.wake_up(None if tags is None else list(tags)))
 
     def reload_weights(self, model: str | None = None) -> None:
-        """Raises as :meth:`AsyncLLM.reload_weights`."""
+        """Load the weights anew, or others of the same shapes. Raises as :meth:`AsyncLLM.reload_weights`."""
         self._ask(self._llm.reload_weights(model))
 
     def expert_load(self) -> ExpertLoad:
@@ -235,7 +237,7 @@ class Engines:
         return self._ask(self._llm.expert_load())
 
     def reset_expert_load(self) -> None:
-        """Raises as :meth:`AsyncLLM.expert_load`."""
+        """Count the experts' load from 0 again. Raises as :meth:`AsyncLLM.expert_load`."""
         self._ask(self._llm.reset_expert_load())
 
     def shutdown(self) -> None:
@@ -248,7 +250,7 @@ class _Talk:
     """The thread that talks to the engines, until :meth:`end`.
 
     Args:
-        llm: whose event loop this is; it is shut down in the end.
+        llm: the client, which works in this event loop; it is shut down in the end.
     """
 
     def __init__(self, llm: AsyncLLM) -> None:
@@ -270,7 +272,7 @@ class _Talk:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def end(self) -> None:
-        """From any thread: a garbage collection may come in this one, too."""
+        """End the thread. For any thread: a garbage collection may call it in this one, too."""
         self._loop.call_soon_threadsafe(self._over.set)
         if threading.current_thread() is not self._thread:
             self._thread.join()

@@ -21,8 +21,8 @@ class RequestRefusedError(ValueError):
     """An engine in another process did not take a request.
 
     Args:
-        request_id: of the request.
-        why: what is wrong with it.
+        request_id: the id of the request.
+        why: what is wrong with the request.
     """
 
     def __init__(self, request_id: str, why: str) -> None:
@@ -31,7 +31,7 @@ class RequestRefusedError(ValueError):
 
 
 class OfflineEngine(Protocol):
-    """As :class:`~tritonllm.LLMEngine`, which says what the methods do."""
+    """The engine or engines of an :class:`~tritonllm.LLM`. The methods are those of :class:`~tritonllm.LLMEngine`."""
 
     inputs: InputProcessor
     pooling: PoolingAbility

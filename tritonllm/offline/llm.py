@@ -98,12 +98,12 @@ class LLM(PoolingMethods, ProfileMethods):
 
     @property
     def replica_stats(self) -> list[EngineStats]:
-        """The same of each engine."""
+        """Counters and load of each engine."""
         return [self.stats] if self._several is None else self._several.replica_stats
 
     def get_metrics(self) -> list[Metric]:
-        """The same as metrics with the names that the server's have: :class:`~tritonllm.engine.loop.metrics.Counter`,
-        ``Gauge`` and ``Vector``, one of each name for each engine."""
+        """Counters and load of each engine as metrics with the names that the server's have:
+        :class:`~tritonllm.engine.loop.metrics.Counter`, ``Gauge`` and ``Vector``, one of each name for each engine."""
         model = self.model_config.model
         return [metric for place, stats in enumerate(self.replica_stats) for metric in metrics_of(stats, model, place)]
 

@@ -14,7 +14,7 @@ class ProfileMethods:
     _profiles: Any = None  # serve.profiling.Profiles, where there is a profiler_config
 
     def _may_profile(self, given: Mapping[str, Any] | Any) -> None:
-        """Before the engine is there.
+        """Read the configuration of traces, before the engine is there.
 
         Raises:
             ValueError: a bad key or value, or no folder can be made.

@@ -36,8 +36,10 @@ BUFFER = 1 << 16  # bytes of an answer that wait for a slow client, twice that a
 
 
 class Router:
-    """Args:
-    config: at the start; :meth:`apply` takes another one.
+    """The router's application: sends clients' requests to backends.
+
+    Args:
+        config: the configuration at the start; :meth:`apply` takes another one.
     """
 
     def __init__(self, config: RouterConfig) -> None:
@@ -63,7 +65,7 @@ class Router:
         self._prober.follow()
 
     def _new_socket(self, address: aiohttp.AddrInfoType) -> socket.socket:
-        """For a connection to a backend."""
+        """Make a socket for a connection to a backend."""
         family, kind, protocol, _, _ = address
         made = socket.socket(family, kind, protocol)
         end_when_silent(made, self.config.host_timeout)

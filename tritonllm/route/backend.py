@@ -12,16 +12,18 @@ MOST_PAUSE = 60.0  # seconds that a backend can keep requests away with Retry-Af
 
 
 class Backend:
-    """Args:
-    config: where it is.
-    settings: of the router; may be replaced at any time (:meth:`apply`).
-    clock: seconds that never go back.
-    chance: a random number from 0 to 1.
+    """A backend, with what the router knows of its state.
+
+    Args:
+        config: where the backend is.
+        settings: the settings of the router; may be replaced at any time (:meth:`apply`).
+        clock: seconds that never go back.
+        chance: a random number from 0 to 1.
 
     Attributes:
-        label: in logs and metrics.
-        told: what clients read in its place; without a name there is no address in it.
-        hashed: the same, in the hash that places prompts.
+        label: its name in logs and metrics.
+        told: the name that clients read; it holds no address, also where the backend has no name.
+        hashed: its name in the hash that places prompts.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class Backend:
 
     @property
     def seconds_away(self) -> float:
-        """Until it may be usable again, as far as that is known."""
+        """The seconds until the backend may be usable again, as far as that is known."""
         return max(self.seconds_paused, self.breaker.seconds_left)
 
     def pause(self, seconds: float) -> None:

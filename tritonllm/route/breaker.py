@@ -23,10 +23,12 @@ class Settings(Protocol):
 
 
 class Breaker:
-    """Args:
-    settings: threshold and backoff; may be replaced at any time.
-    clock: seconds that never go back.
-    chance: a random number from 0 to 1.
+    """A circuit breaker: keeps requests from a backend that has failed several in a row.
+
+    Args:
+        settings: threshold and backoff; may be replaced at any time.
+        clock: seconds that never go back.
+        chance: a random number from 0 to 1.
     """
 
     def __init__(self, settings: Settings, clock: Callable[[], float], chance: Callable[[], float]) -> None:
@@ -50,7 +52,7 @@ class Breaker:
 
     @property
     def seconds_left(self) -> float:
-        """Until a request may be tried; 0 if one may now."""
+        """The seconds until a request may be tried; 0 if one may now."""
         return 0.0 if self._until is None else max(0.0, self._until - self._clock())
 
     def allows(self) -> bool:

@@ -4,11 +4,12 @@ MOST_SAVED = 100  # retries; a quiet day does not save up for a storm
 
 
 class RetryBudget:
-    """Each request adds a part of a retry. Retries never exceed ``reserve`` + ``ratio`` times the requests.
+    """A budget of retries, to which each request adds a part of one. Retries never exceed ``reserve`` + ``ratio`` times
+    the requests.
 
     Args:
-        ratio: retries for each request.
-        reserve: retries that there are at the start.
+        ratio: how many retries each request adds.
+        reserve: how many retries there are at the start.
     """
 
     def __init__(self, ratio: float, reserve: int) -> None:

@@ -11,9 +11,11 @@ CLOSED = "the connection ended before the answer"
 
 
 class Cause(NamedTuple):
-    """Attributes:
-    logged: for the operator; may name the backend's address.
-    told: for the client; names none.
+    """Why a backend did not answer.
+
+    Attributes:
+        logged: the words for the operator; may name the backend's address.
+        told: the words for the client, which name no address.
     """
 
     logged: str
@@ -39,7 +41,7 @@ def cause_of(error: BaseException) -> Cause:
 
 
 def _words(error: OSError) -> str | None:
-    """Without a number; ``None`` if it has no words that are sure to name no address."""
+    """The error's words without its number; ``None`` if it has none that are sure to name no address."""
     if error.errno is not None and error.errno > 0:
         return os.strerror(error.errno).lower()  # asyncio's own text has the address
     return error.strerror

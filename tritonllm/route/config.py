@@ -55,12 +55,12 @@ class BackendConfig:
     """A server that requests can go to.
 
     Args:
-        url: where it listens, without ``/v1``.
-        name: in logs and metrics, and in the hash that places prompts; by default the URL.
-        models: that it serves; empty: what its ``/v1/models`` says.
-        api_key: sent in place of the client's key.
-        api_key_env: the environment variable that holds that key.
-        health_path: what a probe asks for; any status of 2xx is health.
+        url: the address that the server listens at, without ``/v1``.
+        name: its name in logs and metrics, and in the hash that places prompts; by default the URL.
+        models: the names of the models that it serves; empty: what its ``/v1/models`` says.
+        api_key: the key that is sent in place of the client's.
+        api_key_env: the name of the environment variable that holds that key.
+        health_path: the path that a probe asks for; any status of 2xx is health.
         role: ``prefill``: it computes prompts for the others, and answers no client.
 
     Raises:
@@ -118,19 +118,22 @@ class BackendConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
-    """Args:
-        backends: at least one.
+    """What a router is started with: backends, addresses, keys, limits.
+
+    Args:
+        backends: the backends, at least one.
         host, port: where to listen. By default only this machine can connect.
-        ssl_certfile, ssl_keyfile: for TLS.
+        ssl_certfile, ssl_keyfile: the files of the certificate and of its key, for TLS.
         api_keys: one of them must come as ``Authorization: Bearer``; none: the backends check keys.
         policy: how one of the backends that serve a model is chosen.
-        sticky_chars: characters of a prompt's beginning that place it (policy ``prefix``).
+        sticky_chars: how many characters of a prompt's beginning place it (policy ``prefix``).
         sticky_header: a header that places a request instead.
         balance_epsilon: a backend takes no more by its prefix while its tokens in flight are above 1 + this times the
             mean of all.
         balance_min_tokens: tokens in flight below which a backend never counts as too full.
-        prefill_min_tokens: of a prompt that goes to a backend with the role ``prefill`` first; 0: each does.
-        max_retries: other backends that a request may be sent to after the first one failed.
+        prefill_min_tokens: how many tokens a prompt has at least that goes to a backend with the role ``prefill``
+            first; 0: each does.
+        max_retries: how many other backends a request may be sent to after the first one failed.
         retry_ratio, retry_reserve: retries of all requests together: this part of the requests, and this many more.
         connect_timeout, first_byte_timeout, between_bytes_timeout: seconds to wait for a backend.
         host_timeout: seconds without any sign of its host after which a connection ends.
@@ -138,11 +141,12 @@ class RouterConfig:
         unhealthy_threshold, healthy_threshold: probes in a row that change a backend's state.
         failure_threshold: failed requests in a row that open a backend's circuit.
         backoff_seconds, max_backoff_seconds: how long it stays open; doubled each time, up to the latter.
-        max_concurrency: requests that may be answered at once.
-        max_body_bytes: of a request.
-        max_header_bytes, max_header_count: of a request's head: its line and headers together, and how many headers.
-        header_timeout: seconds that a client may take for it.
-        max_held_bytes: of an answer that is held until it is whole.
+        max_concurrency: how many requests may be answered at once.
+        max_body_bytes: how many bytes the body of a request may have.
+        max_header_bytes, max_header_count: how many bytes a request's line and headers may have together, and how many
+            headers there may be.
+        header_timeout: how long a client may take to send them, in seconds.
+        max_held_bytes: how many bytes an answer may have that is held until it is whole.
         drain_seconds: how long running requests may take after SIGTERM.
 
     Raises:

@@ -31,8 +31,10 @@ class _Gauges(Collector):
 
 
 class RouterMetrics:
-    """Args:
-    pool: whose load is shown.
+    """The metrics of a router, for Prometheus.
+
+    Args:
+        pool: the pool whose load is shown.
     """
 
     def __init__(self, pool: Pool) -> None:

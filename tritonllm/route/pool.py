@@ -13,10 +13,12 @@ from tritonllm.route.config import RouterConfig
 
 
 class Pool:
-    """Args:
-    config: of the router.
-    clock: seconds that never go back.
-    chance: a random number from 0 to 1.
+    """The backends of a router.
+
+    Args:
+        config: the configuration of the router.
+        clock: seconds that never go back.
+        chance: a random number from 0 to 1.
     """
 
     def __init__(
@@ -61,13 +63,13 @@ class Pool:
 
     @property
     def all(self) -> list[Backend]:
-        """Those of the configuration, and those that left it and still have requests."""
+        """All backends of the configuration, and those that left it and still have requests."""
         self._leaving = [backend for backend in self._leaving if backend.in_flight]
         return [*self.backends.values(), *self._leaving]
 
     @property
     def answering(self) -> list[Backend]:
-        """Those that clients' requests go to."""
+        """The backends that clients' requests go to."""
         return [backend for backend in self.backends.values() if backend.config.role != "prefill"]
 
     @property

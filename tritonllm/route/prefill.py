@@ -55,9 +55,10 @@ def first_half(body: bytes, min_tokens: int = 0, on_short: Callable[[], object] 
     """The body that computes the prompt and one token; ``None`` if it is no request for both halves.
 
     Args:
-        body: of the request.
-        min_tokens: of its prompts together, by :func:`~tritonllm.http.ask.length`; shorter ones are not split.
-        on_short: called for one that is only too short.
+        body: the body of the request.
+        min_tokens: how many tokens its prompts must have together, by :func:`~tritonllm.http.ask.length`; shorter ones
+            are not split.
+        on_short: called for a request whose prompts are only too short.
     """
     try:
         fields = _FIELDS.decode(body)
@@ -82,10 +83,12 @@ def second_half(body: bytes, answer: bytes) -> bytes | None:
 
 
 class Prefill:
-    """Args:
-    pool: of backends.
-    upstream: asks them.
-    metrics: learns how long it took, and what came of it.
+    """Has prompts computed on backends with the role ``prefill``, before others answer.
+
+    Args:
+        pool: the pool of backends.
+        upstream: asks backends.
+        metrics: learns how long it took, and what came of it.
     """
 
     def __init__(self, pool: Pool, upstream: Upstream, metrics: RouterMetrics) -> None:

@@ -42,10 +42,12 @@ class Streak:
 
 
 class Prober:
-    """Args:
-    pool: whose backends are asked.
-    session: to ask with.
-    on_down: called with a backend that has just been found dead.
+    """Probes backends, and notes which are healthy.
+
+    Args:
+        pool: the pool whose backends are probed.
+        session: the session to ask with.
+        on_down: called with a backend that has just been found dead.
     """
 
     def __init__(self, pool: Pool, session: aiohttp.ClientSession, on_down: Callable[[Backend], None]) -> None:
@@ -57,7 +59,7 @@ class Prober:
         await asyncio.gather(*(self._ask(backend, Streak()) for backend in backends))
 
     def follow(self) -> None:
-        """From now on, ask the backends of the pool, and no others."""
+        """Ask the backends of the pool from now on, and no others."""
         now = list(self._pool.backends.values())
         for backend in [backend for backend in self._tasks if backend not in now]:
             self._tasks.pop(backend).cancel()

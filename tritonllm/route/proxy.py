@@ -34,10 +34,12 @@ class BrokenAnswer(RouteError):
 
 
 class Proxy:
-    """Args:
-    pool: of backends.
-    session: to ask them with.
-    metrics: of the router.
+    """Answers clients' requests with the answers of backends.
+
+    Args:
+        pool: the pool of backends.
+        session: the session to ask them with.
+        metrics: the metrics of the router.
     """
 
     def __init__(self, pool: Pool, session: aiohttp.ClientSession, metrics: RouterMetrics) -> None:

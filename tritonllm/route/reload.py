@@ -15,11 +15,13 @@ ABSENT_LOOKS = 2  # in a row without a file until it is gone, and not only being
 
 
 class ConfigFile:
-    """Args:
-    path: of a TOML file.
-    overrides: options that win over those of the file, each time.
-    apply: takes a new configuration.
-    tell: learns of each attempt: "done" or "refused".
+    """A configuration file, which is read again when it changes or SIGHUP comes.
+
+    Args:
+        path: the path of a TOML file.
+        overrides: options that win over those of the file, each time.
+        apply: takes a new configuration.
+        tell: learns of each attempt: "done" or "refused".
     """
 
     def __init__(
@@ -39,7 +41,7 @@ class ConfigFile:
         self._asked.set()
 
     async def watch(self) -> None:
-        """Until it is cancelled."""
+        """Watch the file until the task is cancelled."""
         while True:
             try:
                 async with asyncio.timeout(LOOK_SECONDS):

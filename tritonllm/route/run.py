@@ -81,7 +81,7 @@ def route(config: RouterConfig, path: Path | None = None, overrides: Mapping[str
     """Serve until SIGINT or SIGTERM comes.
 
     Args:
-        config: at the start.
+        config: the configuration at the start.
         path: the file that it came from, which is read again when it changes.
         overrides: options that win over those of the file.
 

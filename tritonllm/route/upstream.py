@@ -51,10 +51,10 @@ async def read_rest(response: aiohttp.ClientResponse, first: bytes, most: int) -
 
 @dataclass(eq=False)
 class Failure(Exception):
-    """Nothing has been sent to the client, and another backend may do better.
+    """A backend has failed: nothing has been sent to the client, and another backend may do better.
 
     Args:
-        reason: for the metrics.
+        reason: a word for the metrics.
         error: what the client gets if nobody else is asked.
         answer: what it gets instead, if the backend said something: status, headers, body.
         begun: whether the backend may have begun with the request.
@@ -73,10 +73,10 @@ class Waiting:
     """A request that waits for its answer's first byte.
 
     Args:
-        timeout: ends the wait.
-        model: that it names.
+        timeout: the timeout that ends the wait.
+        model: the name of the model that the request names; ``None`` if it names none.
         may_move: whether another backend may be asked.
-        moved: it was ended because the backend was found dead.
+        moved: whether the wait was ended because the backend was found dead.
     """
 
     timeout: asyncio.Timeout
@@ -97,9 +97,11 @@ class Opened:
 
 
 class Upstream:
-    """Args:
-    session: to ask with.
-    metrics: learns of each answer and failure.
+    """Sends requests to backends, and follows those that wait.
+
+    Args:
+        session: the session to ask with.
+        metrics: learns of each answer and failure.
     """
 
     def __init__(self, session: aiohttp.ClientSession, metrics: RouterMetrics) -> None:
@@ -249,7 +251,7 @@ def answer_headers(response: aiohttp.ClientResponse, drop: tuple[bytes, ...] = (
 
 
 def _as_text(value: bytes) -> str:
-    """As the client library wants a header, which writes it as UTF-8."""
+    """A header's value as the client library wants it, which writes it as UTF-8."""
     try:
         return value.decode()
     except UnicodeDecodeError:

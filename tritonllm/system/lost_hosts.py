@@ -21,7 +21,7 @@ def end_when_silent(connection: socket.socket, seconds: float) -> None:
     has taken nothing for so long of what is sent. A system that has not all of these options waits as long as it does.
 
     Args:
-        connection: of TCP, made or to be made.
+        connection: a TCP socket, connected or to be connected.
     """
     _ask_when_silent(connection, seconds)
     _set(connection, "TCP_USER_TIMEOUT", max(1, round(1e3 * min(seconds, MOST_SECONDS))))
@@ -32,7 +32,7 @@ def end_when_clients_are_silent(listening: socket.socket) -> None:
     nothing was under way to it. A client may read as slowly as it likes.
 
     Args:
-        listening: of TCP; those that it takes have its options.
+        listening: a listening TCP socket; the sockets that it accepts have its options.
     """
     _ask_when_silent(listening, CLIENT_SECONDS)
 
@@ -42,7 +42,7 @@ def break_connections(host: str) -> None:
     breaks now, and not after as long as it would wait for somebody who thinks.
 
     Args:
-        host: its address.
+        host: the address of the host.
     """
     for name in os.listdir(OPEN) if os.path.isdir(OPEN) else ():
         with suppress(OSError, ValueError):  # it is no socket, or has been closed

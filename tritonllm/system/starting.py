@@ -57,7 +57,7 @@ def _end() -> None:
 
 @contextmanager
 def later(*numbers: int) -> Iterator[None]:
-    """These signals, where they come inside the block, come when it ends: what is in it is not broken off."""
+    """Put these signals off, where they come inside the block, until it ends: what is in it is not broken off."""
     if threading.current_thread() is not threading.main_thread():  # no other one gets signals
         yield
         return
@@ -116,8 +116,8 @@ def run_spawned(module: str, function: str, *arguments: Any) -> None:
     """The main function of a process that ``spawn`` makes: call one of a module that only the new process imports.
 
     Args:
-        module, function: which.
-        arguments: of the function.
+        module, function: the names of the module and of its function.
+        arguments: the arguments of the function.
     """
     with no_searches(ours=True):
         target = getattr(importlib.import_module(module), function)

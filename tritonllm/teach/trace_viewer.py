@@ -27,8 +27,10 @@ def add_options(group: Any) -> None:
 
 
 def make(args: argparse.Namespace) -> "TraceViewer | None":
-    """Raises:
-    ValueError: a bad value.
+    """The viewer of ``--trace``; ``None`` without that option.
+
+    Raises:
+        ValueError: a bad value.
     """
     steps = args.trace_kernels
     if args.trace is None:
@@ -47,9 +49,11 @@ def make(args: argparse.Namespace) -> "TraceViewer | None":
 
 
 class TraceViewer:
-    """Args:
-    path: of the trace.
-    kernel_steps: of so many steps the kernels are recorded.
+    """Writes a trace of the engine while it works.
+
+    Args:
+        path: the path of the trace.
+        kernel_steps: of how many steps the kernels are recorded.
     """
 
     shows_text = False
@@ -64,8 +68,10 @@ class TraceViewer:
         return params
 
     def run(self, llm: Any, work: Callable[[], Result]) -> Result:
-        """Raises:
-        OSError: the file cannot be written.
+        """Do some work, and write a trace of it.
+
+        Raises:
+            OSError: the file cannot be written.
         """
         trace = Trace(llm, self._path, kernel_steps=self._kernel_steps)
         try:

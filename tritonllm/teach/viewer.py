@@ -14,7 +14,7 @@ class Viewer(Protocol):
     """Watches an engine while it works.
 
     Attributes:
-        shows_text: it shows the outputs itself, so the command does not print them while they grow.
+        shows_text: whether it shows the outputs itself, so that the command does not print them while they grow.
         engine_options: keywords of :class:`~tritonllm.LLM` without which there is nothing to see.
     """
 
@@ -36,7 +36,7 @@ class Stops(Protocol):
     the work is done.
 
     Attributes:
-        stopped: it was: what is unfinished is aborted.
+        stopped: whether it was closed, so that what is unfinished is aborted.
     """
 
     stopped: bool

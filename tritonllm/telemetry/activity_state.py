@@ -59,7 +59,7 @@ class _Request:
 
     @property
     def state(self) -> RequestState:
-        """Of the sequence that is most active."""
+        """The state of the request's most active sequence."""
         if self.ended_at >= 0:
             return "ended"
         states = {sequence.state for sequence in self.sequences.values()}
@@ -223,7 +223,7 @@ class State:
         """What there is to see.
 
         Args:
-            now: on the clock of the events.
+            now: the time, on the clock of the events.
         """
         lines = sorted(self._requests.values(), key=lambda request: (_BY_STATE[request.state], request.number))
         lines += reversed(self._ended)

@@ -51,8 +51,10 @@ def to_monotonic(unix: int, first: Reading, last: Reading) -> float:
 
 
 class Kernel(NamedTuple):
-    """Attributes:
-    begin, end: nanoseconds of the system's clock.
+    """A kernel that has run on the GPU.
+
+    Attributes:
+        begin, end: nanoseconds of the system's clock.
     """
 
     name: str
@@ -72,7 +74,7 @@ def prepare(index: int = 0) -> None:
     captured before. To be called before an engine is made whose kernels are to be seen.
 
     Args:
-        index: of the engine's GPU, as this process sees them.
+        index: the index of the engine's GPU, as this process sees them.
     """
     import torch
 
@@ -92,8 +94,10 @@ def _profiler() -> Any:
 
 
 class KernelRecorder:
-    """Args:
-    steps: after so many it is enough.
+    """Records the kernels of an engine's first steps, by torch's profiler.
+
+    Args:
+        steps: after how many steps to stop.
     """
 
     def __init__(self, steps: int) -> None:
@@ -168,9 +172,11 @@ class KernelRecorder:
 def write_kernels(
     file: TraceFile, clock: Clock, pid: int, kernels: Iterable[Kernel], first: Reading, last: Reading
 ) -> None:
-    """Args:
-    kernels: in the order of the beginning.
-    first, last: of the clocks, before and after them.
+    """Write kernels to a trace, on tracks of their streams.
+
+    Args:
+        kernels: the kernels, in the order in which they began.
+        first, last: readings of the clocks before and after the kernels.
     """
     ends: dict[int, list[int]] = {}  # of each stream's tracks
     for kernel in kernels:

@@ -23,7 +23,7 @@ class PoolMap:
         self._cached: set[int] = set()
 
     def keep(self, blocks: Iterable[int]) -> None:
-        """Nobody uses them now, and they can be found."""
+        """Note blocks that nobody uses and whose contents can be found."""
         self._cached.update(blocks)
 
     def give(self, sequence_id: str, table: Table) -> None:
@@ -34,7 +34,7 @@ class PoolMap:
             self._cached.difference_update(table[len(before) :] if grown else table)
 
     def take_all_but(self, sequence_ids: Iterable[str]) -> None:
-        """Nobody else has blocks any more."""
+        """Take the blocks of all sequences but these."""
         for name in self._tables.keys() - sequence_ids:
             self.take(name)
 
@@ -67,12 +67,12 @@ class PoolMap:
         return np.bincount(together, minlength=self.num_blocks)
 
     def cells(self, most: int, users: np.ndarray, numbers: Mapping[str, int]) -> Cells:
-        """The grid.
+        """The blocks of the pool as a grid of cells, each of which says what its blocks are and whose.
 
         Args:
-            most: cells.
+            most: the most cells; if there are more blocks, a cell stands for several.
             users: see :meth:`users`.
-            numbers: of each sequence that of its request.
+            numbers: the number of the request of each sequence, by the sequence's id.
         """
         owner = np.full(self.num_blocks, -1, np.int64)
         for name in reversed(self._tables):  # the first of several sequences stays
@@ -94,8 +94,8 @@ class PoolMap:
 
 
 def _most_frequent(values: np.ndarray, size: int) -> np.ndarray:
-    """Of each ``size`` values the one that is there most often, the larger of two; -1 only where there is nothing else.
-    Sorted rows have equal values side by side: the longest run."""
+    """For each ``size`` values the one that is there most often, the larger of two; -1 only where there is nothing
+    else. Sorted rows have equal values side by side: the longest run."""
     count = -(-len(values) // size)
     filled = np.full(count * size, -1)
     filled[: len(values)] = values

@@ -48,7 +48,7 @@ class Gate:
             self._changed.notify_all()
 
     def change_speed(self, by: int) -> None:
-        """To the next faster (-1) or slower (1) of the speeds there are."""
+        """Change to the next faster (-1) or slower (1) of the speeds there are."""
         nearest = min(range(len(SPEEDS)), key=lambda at: abs(SPEEDS[at] - self.speed))
         with self._changed:
             self.speed = SPEEDS[min(max(nearest + by, 0), len(SPEEDS) - 1)]
@@ -62,7 +62,7 @@ class Gate:
             self._changed.notify_all()
 
     def wait(self) -> None:
-        """Until the next step may go."""
+        """Wait until the next step may go."""
         if self._closed or not (self._paused or self.speed):
             return
         with self._changed:

@@ -17,8 +17,8 @@ class View:
 
     Args:
         first_row, rows: which requests, in the order of the list.
-        cells: of the grid; blocks beyond are binned.
-        steps: how many of the last ones.
+        cells: how many cells the grid has; more blocks are binned.
+        steps: how many of the last steps.
 
     Raises:
         ValueError: a number is out of its range.
@@ -39,19 +39,19 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class RequestLine:
-    """A request.
+    """A request, as a line of the dashboard's list.
 
     Attributes:
-        number: in the order of arrival, since the dashboard follows; it chooses the colour.
+        number: the place in the order of arrival, since the dashboard follows; it chooses the colour.
         sequences: how many the request has (``n``).
-        computed_tokens: of a prompt, or of what is computed again.
-        total_tokens: that have to be computed before the next new token.
-        output_tokens: of all its sequences together.
-        most_output_tokens: at which they end at the latest; ``None``: nobody said.
-        cached_tokens: of its prompt that the prefix cache had.
+        computed_tokens: how many tokens were computed of a prompt, or of what is computed again.
+        total_tokens: how many tokens have to be computed before the next new token.
+        output_tokens: how many tokens all its sequences together have generated.
+        most_output_tokens: how many tokens they have at most when they end; ``None``: nobody said.
+        cached_tokens: how many tokens of its prompt the prefix cache had.
         preemptions: how often its sequences lost their blocks.
-        blocks: that its sequences hold, shared ones once.
-        reason: of an ended one, how it ended.
+        blocks: how many blocks its sequences hold, shared ones counted once.
+        reason: how the request ended, if it has.
     """
 
     request_id: str
@@ -89,7 +89,7 @@ class Cells:
     """The KV pool, in the order of its blocks.
 
     Attributes:
-        blocks_per_cell: so many blocks stand in each cell; the last one may have fewer.
+        blocks_per_cell: how many blocks stand in each cell; the last one may have fewer.
         kinds: for each cell what most of its blocks are: free, cached and free, used, or shared by several sequences.
         owners: the number of the request that has most of a cell's blocks; -1: nobody has any.
     """
@@ -133,11 +133,12 @@ class Snapshot:
     """One moment of an engine.
 
     Attributes:
-        requests: those of the view; ``num_requests`` are in the list.
-        steps: the last ones, oldest first.
+        requests: the requests of the view; ``num_requests`` are in the list.
+        steps: the last steps, oldest first.
         cells: ``None``: nobody told.
-        used_part: of the KV cache, 0 to 1.
-        tokens_per_second, prompt_tokens_per_second: of the last seconds.
+        used_part: the used part of the KV cache, 0 to 1.
+        tokens_per_second, prompt_tokens_per_second: generated tokens, and computed tokens of prompts, of the last
+            seconds.
         admission_end: why the last step took nobody else from the queue; empty before the first.
         note: what a person should know beside: what is missing and why.
     """
@@ -160,8 +161,10 @@ def to_json(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def from_json(values: Mapping[str, Any]) -> Snapshot:
-    """Raises:
-    ValueError: it is not a snapshot, or one of another version.
+    """Read a snapshot from what :func:`to_json` has made of one.
+
+    Raises:
+        ValueError: it is not a snapshot, or one of another version.
     """
     try:
         requests, steps, cells = values["requests"], values["steps"], values["cells"]

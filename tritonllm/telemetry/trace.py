@@ -38,11 +38,11 @@ NAMED = 12  # prompts, and requests that lost their blocks, that a step names
 
 
 class TracedStep:
-    """A step on its way.
+    """A step that was planned, until its results are known.
 
     Attributes:
-        filling: its parts of prompts.
-        begin: of its launch, in ticks.
+        filling: the parts of the step that compute prompts.
+        begin: when its launch began, in ticks.
     """
 
     __slots__ = ("begin", "facts", "filling", "late", "name")
@@ -76,11 +76,11 @@ class Trace:
 
     Args:
         llm: an :class:`~tritonllm.LLM` or its engine.
-        path: of the file, which is overwritten; it is compressed if it ends with ``.gz``.
-        max_events: the trace ends itself when the file has so many.
-        kernel_steps: of so many steps the kernels are recorded, if there is a GPU.
-        delay_steps: so many steps go by before it begins.
-        max_steps: it ends itself after so many; 0: it does not.
+        path: the path of the file, which is overwritten; it is compressed if it ends with ``.gz``.
+        max_events: how many events the file has when the trace ends itself.
+        kernel_steps: of how many steps the kernels are recorded, if there is a GPU.
+        delay_steps: how many steps go by before the trace begins.
+        max_steps: after how many steps the trace ends itself; 0: it does not.
         fresh: the file must not be there already.
 
     Attributes:
@@ -122,7 +122,7 @@ class Trace:
 
     @property
     def events(self) -> int:
-        """In the file."""
+        """How many events the file has."""
         return self._file.events
 
     @property

@@ -29,8 +29,10 @@ def microseconds(ticks: int) -> str:
 
 
 class Clock:
-    """Args:
-    start: when the trace begins, in seconds of ``time.monotonic()``.
+    """The clock of a trace.
+
+    Args:
+        start: when the trace begins, in seconds of ``time.monotonic()``.
     """
 
     def __init__(self, start: float) -> None:
@@ -46,10 +48,12 @@ class Clock:
 
 
 class TraceFile:
-    """Args:
-    path: is overwritten; with ``.gz`` at its end the file is compressed.
-    most: events after which it is ``full``; whoever writes should end then.
-    fresh: the file must not be there already.
+    """The file of a trace, in Chrome's JSON format, written event by event.
+
+    Args:
+        path: is overwritten; with ``.gz`` at its end the file is compressed.
+        most: how many events make the file ``full``; whoever writes should end then.
+        fresh: the file must not be there already.
 
     Raises:
         OSError: it cannot be written; of the other methods as well.
@@ -67,7 +71,7 @@ class TraceFile:
         return self.events >= self.most
 
     def slice(self, name: str, pid: int, tid: int, begin: int, end: int, args: Mapping[str, Any] | None = None) -> None:
-        """Something that lasted, in ticks."""
+        """Write a slice: something that lasted from ``begin`` to ``end``, in ticks."""
         more = "" if args is None else f',"args":{_plain(args)}'
         self._add(
             f'{{"ph":"X","name":{_plain(name)},"pid":{pid},"tid":{tid},"ts":{microseconds(begin)},'
@@ -90,7 +94,7 @@ class TraceFile:
         )
 
     def counter(self, name: str, pid: int, at: int, values: Mapping[str, float]) -> None:
-        """Each value has a track of its own, and holds until the next event of the name."""
+        """Write values of a counter. Each value has a track of its own, and holds until the next event of the name."""
         self._add(f'{{"ph":"C","name":{_plain(name)},"pid":{pid},"ts":{microseconds(at)},"args":{_plain(values)}}}')
 
     def flow(self, number: int, pid: int, tid: int, at: int, to_pid: int, to_tid: int, to: int) -> None:
@@ -125,7 +129,7 @@ class TraceFile:
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits."""
+        """Write the events that wait."""
         if self._lines:
             text = (",\n" if self._began else "[\n") + ",\n".join(self._lines)
             self._lines, self._size, self._began = [], 0, True

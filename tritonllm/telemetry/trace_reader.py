@@ -14,8 +14,10 @@ BLOCK = 1 << 20
 
 
 class Slice(NamedTuple):
-    """Attributes:
-    begin, end: microseconds from the beginning of the trace.
+    """A slice of a track.
+
+    Attributes:
+        begin, end: microseconds from the beginning of the trace.
     """
 
     name: str
@@ -41,8 +43,8 @@ class TraceData:
         counters: name -> times, and values, of each of its events.
         forced: tokens that were not drawn.
         resets: reasons of steps that were broken off.
-        seconds: between the first event and the last.
-        events: in the file.
+        seconds: the seconds between the first event and the last.
+        events: how many events the file has.
     """
 
     complete: bool = False
@@ -63,9 +65,11 @@ class TraceData:
 
 
 def read_trace(path: str | Path) -> TraceData:
-    """Raises:
-    OSError: the file cannot be read.
-    ValueError: it is no trace of this package.
+    """Read the file of a trace.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is no trace of this package.
     """
     data, owners = TraceData(), dict[int, str]()
     for event in _events(Path(path), data):

@@ -21,10 +21,10 @@ class Sequence:
     """One sequence of a request.
 
     Attributes:
-        lane: its track, if there was one.
-        since: it waits from then on, in ticks; else the end of its last slice.
-        waits: why it does: ``queued``, or ``preempted`` at ``lost``.
-        last: when its newest token came.
+        lane: the track of the sequence; ``None`` if it has none.
+        since: when the sequence began to wait, in ticks; if it does not wait, the end of its last slice.
+        waits: why the sequence waits: ``queued``, or ``preempted`` at ``lost``; ``None`` if it does not.
+        last: when its newest token came, in ticks.
         gaps: ticks between steps that brought tokens, of the slice to come; ``tokens`` of them all.
         step: when the first step of that slice began.
     """
@@ -46,7 +46,7 @@ class Traced:
     """A request, and what its record will say.
 
     Attributes:
-        arrival: in seconds; ``None``: before the trace.
+        arrival: when the request arrived, in seconds; ``None``: before the trace.
         admitted: ticks; when a step first took it.
     """
 
@@ -62,10 +62,12 @@ class Traced:
 
 
 class RequestTracks:
-    """Args:
-    file: to write to.
-    ticks: of a time in seconds.
-    device: process and thread of the track that flows lead to.
+    """Writes the tracks of requests and their sequences to a trace.
+
+    Args:
+        file: the file to write to.
+        clock: the clock of the trace, which makes ticks of times in seconds.
+        device: process and thread of the track that flows lead to.
     """
 
     def __init__(self, file: TraceFile, clock: Clock, device: tuple[int, int]) -> None:
@@ -114,7 +116,8 @@ class RequestTracks:
         return lane
 
     def planned(self, parts: tuple[Part, ...], at: int) -> list[tuple[Sequence, Part]]:
-        """Who begins; returns those that compute something of a prompt, or of a sequence that was preempted."""
+        """Note which sequences a planned step begins; returns those that compute something of a prompt, or of a
+        sequence that was preempted."""
         filling = []
         for part in parts:
             fills = part.kind == "prefill" or part.start < part.num_prompt_tokens  # one token alone is a decode

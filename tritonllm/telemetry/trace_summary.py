@@ -146,7 +146,7 @@ def _batches(steps: Sequence[Slice]) -> list[dict[str, Any]]:
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same time as spans that do not overlap, in their order."""
+    """Merge spans of time that overlap: the same time as spans that do not, in their order."""
     found: list[tuple[float, float]] = []
     for begin, end in sorted(spans):
         if found and begin <= found[-1][1]:
@@ -219,7 +219,8 @@ def idle(data: TraceData, top: int = TOP) -> dict[str, Any] | None:
 
 
 def kernels(data: TraceData, top: int = TOP) -> dict[str, Any] | None:
-    """By total time, and how busy the GPU was in the steps whose kernels were recorded; ``None`` if none were."""
+    """The kernels by total time, and how busy the GPU was in the steps whose kernels were recorded; ``None`` if none
+    were."""
     every = [one for track in data.kernels.values() for one in track]
     if not every:
         return None

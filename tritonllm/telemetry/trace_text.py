@@ -33,7 +33,7 @@ class Table:
 
 
 def tables(summary: dict[str, Any]) -> list[str | Table]:
-    """In the order in which they are read."""
+    """The tables of a summary, in the order in which they are read."""
     trace, totals, idle = summary["trace"], summary["totals"], summary["idle"]
     head = (
         f"{trace['seconds']:.3f} s, {trace['events']:,} events"
@@ -154,12 +154,12 @@ def _kernels(summary: dict[str, Any]) -> Table:
 
 
 def text(summary: dict[str, Any]) -> str:
-    """Without any control characters."""
+    """A summary as text, without any control characters."""
     return "\n\n".join(part if isinstance(part, str) else part.plain() for part in tables(summary)) + "\n"
 
 
 def show(summary: dict[str, Any]) -> None:
-    """On stdout, with rich if that is a terminal."""
+    """Show a summary on stdout, with rich if that is a terminal."""
     if not sys.stdout.isatty():
         sys.stdout.write(text(summary))
         return

@@ -26,10 +26,11 @@ class BlockCopies:
         self._first_slots = torch.arange(layers, dtype=torch.int64, device=pool.device)[:, None, None] * (2 * apart)
 
     def run(self, pairs: np.ndarray) -> None:
-        """One launch.
+        """Copy blocks within the pool, in one launch.
 
         Args:
-            pairs: ``[N, 2]`` int64, sources and targets; no target is another pair's source or target.
+            pairs: ``[N, 2]`` int64, numbers of blocks: sources and targets; no target is another pair's source or
+                target.
         """
         (there,) = upload([(pairs + self._layers).reshape(-1, 2)], self._k.device)
         copy_blocks(self._k, self._v, there)

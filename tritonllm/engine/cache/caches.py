@@ -21,17 +21,17 @@ from tritonllm.system.host_memory import slots_for
 
 
 class Caches:
-    """No memory until :meth:`allocate`.
+    """The caches of all models that a runner's steps run. They have no memory until :meth:`allocate`.
 
     Args:
-        model, draft: what steps run; ``None`` without a draft model.
-        config: the engine's.
-        device: where the models are.
+        model, draft: the model and the draft model that steps run; ``None`` without a draft model.
+        config: the configuration of the engine.
+        device: the device that the models are on.
 
     Attributes:
-        models: the same.
-        views: of the model's layers.
-        copies: within the pool of each model.
+        models: the model, and the draft model if there is one.
+        views: a view of the cache for each of the model's layers.
+        copies: for each model, the object that copies blocks within its pool.
         host: the second tier; ``None`` without one, and before :meth:`add_tier`.
     """
 
@@ -63,7 +63,8 @@ class Caches:
 
     @property
     def reserved_bytes(self) -> int:
-        """Of the device's memory, beside the blocks: for the tier, and for what a connector keeps for others."""
+        """How much of the device's memory is kept free beside the blocks, in bytes: for the tier, and for what a
+        connector keeps for others."""
         transfer = self._config.kv_transfer_config
         kept = 0 if transfer is None else transfer.kept_device_bytes
         return kept + device_bytes(self.block_bytes, self.host_slots, self.tier_on_device)
@@ -84,7 +85,7 @@ class Caches:
             self._draft.take_cache([])
 
     def add_tier(self) -> None:
-        """If the configuration asks for one."""
+        """Add the second tier of the cache, if the configuration asks for one."""
         if self.host_slots:
             self.host = HostCopies([copies.pool for copies in self.copies], self.host_slots, self.tier_on_device)
 
@@ -96,7 +97,7 @@ class Caches:
             self.host.warm_up()
 
     def run_copies(self, step: Step) -> None:
-        """What must have happened before the step writes: its transfers to and from the tier, and its copies."""
+        """Launch what must happen before the step writes: its transfers to and from the tier, and its copies."""
         if step.transfers is not None:
             assert self.host is not None  # the scheduler knows of it
             self.host.run(step.transfers)
@@ -115,10 +116,11 @@ class Caches:
         return self.host is not None and self._draft is None
 
     def copies_of_filled(self, step: Step, marks: Marks | None = None) -> LayerCopies | None:
-        """What takes the blocks that a step fills to the tier while it runs.
+        """An object that copies the blocks that a step fills to the tier while it runs; ``None`` if it fills none.
 
         Args:
-            marks: of a captured step.
+            marks: the marks of a captured step, which say when its layers end; ``None`` for a step that is not
+                captured.
         """
         if step.fills is None:
             return None

@@ -42,7 +42,7 @@ class DevicePages(Protocol):
 
 
 class HostPages:
-    """On the CPU. Memory comes when it is touched, so to map does nothing."""
+    """A range of the CPU's memory. Memory comes when it is touched, so to map does nothing."""
 
     granularity = mmap.PAGESIZE
 
@@ -67,7 +67,7 @@ class _Location(ctypes.Structure):
 
 
 class _Properties(ctypes.Structure):
-    """CUmemAllocationProp."""
+    """The struct ``CUmemAllocationProp`` of the CUDA driver."""
 
     _fields_ = (
         ("type", ctypes.c_int),
@@ -82,7 +82,7 @@ class _Properties(ctypes.Structure):
 
 
 class _Access(ctypes.Structure):
-    """CUmemAccessDesc."""
+    """The struct ``CUmemAccessDesc`` of the CUDA driver."""
 
     _fields_ = (("location", _Location), ("flags", ctypes.c_int))
 
@@ -96,12 +96,13 @@ _PINNED, _DEVICE, _READ_WRITE, _MINIMUM, _OUT_OF_MEMORY = 1, 1, 3, 0, 2
 
 
 class CudaPages:
-    """On a GPU. Memory and addresses are given back when neither this object nor a tensor of it lives.
+    """A range of a GPU's addresses. Memory and addresses are given back when neither this object nor a tensor of it
+    lives.
 
     Args:
         size: bytes of the range; it is rounded up to the granularity.
-        device: with its index; torch must have used it, which makes its context.
-        driver: ``libcuda``.
+        device: the GPU, with its index; torch must have used it, which makes its context.
+        driver: the library ``libcuda``.
 
     Raises:
         RuntimeError: the driver refuses.
@@ -251,7 +252,7 @@ class Arena:
             self._mapped = begin
 
     def _size_at(self, begin: int) -> int:
-        """Of the chunk that begins there: the last one is smaller."""
+        """The size in bytes of the chunk that begins at this offset: the last one is smaller."""
         return min(self._chunk, -(-self._size // self._pages.granularity) * self._pages.granularity - begin)
 
     def sleep(self, keep: bool) -> None:

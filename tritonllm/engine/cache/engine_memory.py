@@ -32,12 +32,12 @@ class EngineMemory:
     """The weights and the cache of one engine.
 
     Args:
-        model: loaded; with ``enabled`` its parameters move into an arena.
-        config: what it was loaded from.
-        device: where it is.
-        enabled: the engine can sleep (``enable_sleep_mode``).
+        model: the loaded model; with ``enabled`` its parameters move into an arena.
+        config: the configuration that the model was loaded from.
+        device: the device that the model is on.
+        enabled: whether the engine can sleep (``enable_sleep_mode``).
         draft: the draft model, if there is one. Its weights are always kept, since nobody reloads them.
-        ranks: that have a part of the model each.
+        ranks: how many ranks have a part of the model each.
     """
 
     def __init__(
@@ -90,8 +90,10 @@ class EngineMemory:
         return [tag for tag, arenas in self._arenas.items() if any(arena.is_asleep for arena in arenas)]
 
     def check_usable(self) -> None:
-        """Raises:
-        AsleepError: something sleeps, or the weights are gone.
+        """Check that the engine can run steps.
+
+        Raises:
+            AsleepError: something sleeps, or the weights are gone.
         """
         if self.asleep:
             raise AsleepError(f"the engine sleeps ({', '.join(self.asleep)}): wake it up with wake_up()")
@@ -99,8 +101,10 @@ class EngineMemory:
             raise AsleepError("the weights were dropped by sleep(level=2): load some with reload_weights()")
 
     def check_level(self, level: int) -> None:
-        """Raises:
-        ValueError: the engine cannot sleep, or there is no such level.
+        """Check that the engine can sleep at this level.
+
+        Raises:
+            ValueError: the engine cannot sleep, or there is no such level.
         """
         if not self.enabled:
             raise ValueError("this engine cannot sleep: make it with enable_sleep_mode=True (--enable-sleep-mode)")
@@ -108,8 +112,11 @@ class EngineMemory:
             raise ValueError(f"level must be 1 (keep the weights on the host) or 2 (drop them), got {level!r}")
 
     def sleep(self, level: int) -> None:
-        """Raises:
-        RuntimeError, MemoryError: the host has no room for the weights; these stay where they are.
+        """Give the device's memory back: of the weights (level 1 keeps them on the host, level 2 drops them) and of the
+        cache.
+
+        Raises:
+            RuntimeError, MemoryError: the host has no room for the weights; these stay where they are.
         """
         before = sum(self.mapped.values())
         weights, *others = self._arenas[WEIGHTS]
@@ -130,9 +137,11 @@ class EngineMemory:
         logger.info("asleep at level %d: %.2f GB were given back", level, (before - sum(self.mapped.values())) / 1e9)
 
     def wake_up(self, tags: Collection[str] | None) -> None:
-        """Raises:
-        ValueError: there is no such tag.
-        MemoryError: the device has not enough memory now; what could not wake up sleeps on.
+        """Map what sleeps again: the weights, the cache, or both.
+
+        Raises:
+            ValueError: there is no such tag.
+            MemoryError: the device has not enough memory now; what could not wake up sleeps on.
         """
         wanted = TAGS if tags is None else [tags] if isinstance(tags, str) else tags
         for tag in wanted:
@@ -186,8 +195,10 @@ class EngineMemory:
 
 
 def _check_same(current: ModelSpec, spec: Any, folder: Path) -> None:
-    """Raises:
-    ValueError: a model of another architecture or shape; it names what differs.
+    """Check that a checkpoint has the architecture and shape of the model that the engine runs.
+
+    Raises:
+        ValueError: a model of another architecture or shape; it names what differs.
     """
     if type(spec) is not type(current):
         raise ValueError(

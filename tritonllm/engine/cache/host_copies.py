@@ -286,10 +286,10 @@ class HostCopies:
 
 
 class _CopyPart(NamedTuple):
-    """Of one model.
+    """What the copies of one model's blocks read and write.
 
     Attributes:
-        rows: ``[R, P, E]``, the cache.
+        rows: ``[R, P, E]``, the cache of the model.
         staging: ``[N, R, E]`` on the device: blocks that are gathered at a time.
         host: ``[slots, R, E]``; with slots on the device it is there.
     """

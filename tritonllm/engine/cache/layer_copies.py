@@ -27,9 +27,9 @@ class LayerGroup(NamedTuple):
     """Some layers of all blocks of a batch.
 
     Attributes:
-        after: copied behind the launches that compute this layer of the first model; ``None`` behind the whole step.
-        model: whose, by number.
-        layers: which of it.
+        after: the layer of the first model behind whose launches the group is copied; ``None``: behind the whole step.
+        model: the number of the model that the layers belong to.
+        layers: the numbers of the layers.
     """
 
     after: int | None
@@ -55,8 +55,8 @@ def copies_of(num_layers: Sequence[int], by_layer: bool) -> list[LayerGroup]:
     """The groups of a step, in the order in which they are copied.
 
     Args:
-        num_layers: of each model that has blocks.
-        by_layer: somebody says when a layer of the first model is launched.
+        num_layers: for each model that has blocks, how many layers it has.
+        by_layer: whether the launch of each layer of the first model is announced.
     """
     groups, begin = [], 0
     for size in group_sizes(num_layers[0]) if by_layer else []:
@@ -69,7 +69,7 @@ class LayerCopies:
     """The copies of one step, which begin as it is launched.
 
     Args:
-        groups: in order.
+        groups: the groups of layers, in the order in which they are copied.
         copy: begins the copy of a group, behind all that is launched.
         ended: is called when all copies have begun.
     """
@@ -92,7 +92,7 @@ class LayerCopies:
             self._copy(self._left.popleft())
 
     def end(self) -> None:
-        """All of the step is launched."""
+        """Copy what is left; called when all of the step is launched."""
         while self._left:
             self._copy(self._left.popleft())
         self._ended()

@@ -16,18 +16,18 @@ class Marks(Protocol):
 
     @property
     def events(self) -> Mapping[int, torch.cuda.Event]:
-        """By the layer behind which they are recorded."""
+        """The recorded events, by the layer behind which they are."""
 
     def note(self, layer: int) -> None:
         """The launches that compute this layer are made, or captured."""
 
 
 class LayerMarks:
-    """Of one captured step, or of the last pass through it. If its layers come in another order than theirs, there is
-    no event from there on.
+    """The events behind the layers of one captured step, or of the last pass through it. If its layers are not launched
+    in ascending order, there is no event from the first that is out of order on.
 
     Args:
-        layers: behind which there is an event.
+        layers: the numbers of the layers behind which there is an event.
     """
 
     def __init__(self, layers: Iterable[int]) -> None:

@@ -37,8 +37,8 @@ class Sums(NamedTuple):
     """Checksums of a step.
 
     Attributes:
-        number: of the step, from 1.
-        values: CRC-32, by what they are of.
+        number: the step's number; the first step is 1.
+        values: the CRC-32 of each compared array, by the array's name.
     """
 
     number: int
@@ -49,7 +49,7 @@ class Evidence:
     """A step's arrays on their way to the host.
 
     Args:
-        number: of the step, from 1.
+        number: the step's number; the first step is 1.
         arrays: contiguous, all on one device; the next step may overwrite them.
         known: checksums of what the host has already.
     """
@@ -67,11 +67,11 @@ class Evidence:
 
     @property
     def is_there(self) -> bool:
-        """All of it has arrived."""
+        """Whether all of it has arrived."""
         return self._done is None or self._done.query()
 
     def sums(self) -> Sums:
-        """Of what has arrived."""
+        """The checksums of the arrays. Only valid once they have arrived (:attr:`is_there`)."""
         values, at, host = dict(self._known), 0, self._bytes.numpy()
         for name, size in self._sizes.items():
             values[name] = zlib.crc32(host[at : at + size])
@@ -93,9 +93,9 @@ class AgreementSampler:
         """What is compared of a step, behind its launch; ``None`` if it is not this one's turn.
 
         Args:
-            step: as it was sent; every step that the ranks run, in their order.
-            batch: the same on the device.
-            tokens: that rank 0 has drawn and all ranks have.
+            step: the step as it was sent to the ranks. Every step must be passed here, in the order in which it runs.
+            batch: the arrays of that step on the device.
+            tokens: the token ids that rank 0 drew in it and sent to all ranks; ``None`` if there are none.
         """
         self._steps += 1
         if self._ranks == 1 or self._steps % EVERY != 1:
@@ -114,12 +114,12 @@ class Claims:
         self._pending: deque[Evidence] = deque()
 
     def note(self, evidence: Evidence | None) -> None:
-        """Of the step that was launched last."""
+        """Queue the evidence of the step that was launched last; ``None`` is skipped."""
         if evidence is not None:
             self._pending.append(evidence)
 
     def next(self) -> Sums | None:
-        """Of the oldest step that was not told, if it has arrived."""
+        """The checksums of the oldest step not yet sent to the other ranks; ``None`` if they have not arrived."""
         return self._pending.popleft().sums() if self._pending and self._pending[0].is_there else None
 
 
@@ -131,7 +131,7 @@ class Comparison:
         self._told: deque[Sums] = deque()
 
     def note(self, evidence: Evidence | None) -> None:
-        """Of the step that was launched last."""
+        """Queue this rank's evidence of the step that was launched last; ``None`` is skipped."""
         if evidence is not None:
             self._own.append(evidence)
 
@@ -155,8 +155,10 @@ class Comparison:
 
 
 def compare(own: Sums, wanted: Sums) -> None:
-    """Raises:
-    DivergedError: they differ.
+    """Compare this rank's checksums of a step with rank 0's.
+
+    Raises:
+        DivergedError: they differ.
     """
     names = [*wanted.values, *(name for name in own.values if name not in wanted.values)]
     different = [name for name in names if own.values.get(name) != wanted.values.get(name)]

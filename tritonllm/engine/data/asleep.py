@@ -9,8 +9,10 @@ class AsleepError(RuntimeError):
 
 
 def check_rpc(method: str, args: Sequence[Any], kwargs: dict[str, Any] | None) -> None:
-    """Raises:
-    ValueError: ``collective_rpc`` is asked for a method or an argument that there is not.
+    """Check the arguments of a ``collective_rpc`` call.
+
+    Raises:
+        ValueError: ``collective_rpc`` is asked for a method or an argument that there is not.
     """
     if method != "reload_weights":
         raise ValueError(f"collective_rpc: method must be 'reload_weights', got {method!r}")

@@ -92,7 +92,7 @@ class ThinkingBudget:
 
     Args:
         budget: most tokens of a thought, those that begin and end it not counted.
-        begin, end: those tokens.
+        begin, end: the token ids that begin and end a thought.
         prompt: may begin a thought, too.
         vocab: size of the model's vocabulary.
     """
@@ -131,7 +131,7 @@ class AtLeast:
     """Bans what ends an output that is too short, unless another control allows nothing else.
 
     Args:
-        control: of the output.
+        control: the control of the output, which this one adds to.
         least: tokens, the one that ends it not counted.
         ends: tokens that would end it.
         vocab: size of the model's vocabulary.
@@ -167,7 +167,7 @@ class AfterThought:
     """Lets another control begin when a thought has ended, or at once if the output does not begin with one.
 
     Args:
-        control: of what follows the thought.
+        control: the control of the output behind the thought.
         begin, end: tokens that begin and end a thought.
         prompt: may begin a thought, too.
         vocab: size of the model's vocabulary.

@@ -23,7 +23,7 @@ class Transfers(NamedTuple):
     """What is copied before a step, and what the step waits for.
 
     Attributes:
-        number: of this batch; those before it have lower ones.
+        number: the batch's number; each batch has a higher one than those before it.
         stores: blocks and the slots that they are copied to.
         loads: slots and the blocks that they are copied to, after the stores.
         wait: the step begins when all batches up to this number have ended; 0 if it need not wait.
@@ -39,7 +39,7 @@ class Fills(NamedTuple):
     """What is copied while a step computes it.
 
     Attributes:
-        number: of this batch; higher than those of the batches before the step.
+        number: the batch's number, higher than those of the batches before the step.
         stores: blocks that are whole when the step has ended, and the slots that they are copied to.
     """
 

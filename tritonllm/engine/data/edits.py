@@ -30,9 +30,9 @@ class SeatEdits:
     """What :func:`tritonllm.kernels.logit_edits.write_seat` is to write.
 
     Attributes:
-        seat: of the request.
-        prompt, output: its tokens so far.
-        repetition, frequency, presence: penalties.
+        seat: the seat of the request.
+        prompt, output: the request's prompt and output token ids so far.
+        repetition, frequency, presence: the penalties of the request, as in :class:`SamplingParams`.
         entries: biases and bans of single tokens.
         allowed: the tokens that may be drawn; ``None`` for all.
     """

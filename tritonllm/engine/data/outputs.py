@@ -12,7 +12,7 @@ class Logprob:
     Attributes:
         logprob: natural logarithm.
         rank: 1 for the most likely token of the vocabulary.
-        decoded_token: its text; ``None`` without a tokenizer.
+        decoded_token: the text of the token; ``None`` without a tokenizer.
     """
 
     logprob: float
@@ -106,11 +106,11 @@ class BeamSearchSequence:
     """A sequence that a beam search has found.
 
     Attributes:
-        tokens: of the prompt and of its continuation.
+        tokens: the token ids of the prompt and of its continuation.
         logprobs: for each token of the continuation the most likely ones that it was chosen from.
-        lora_request: none.
+        lora_request: always ``None``; vLLM has the field.
         cum_logprob: sum of the continuation's log-probabilities.
-        text: of all tokens; ``None`` without a tokenizer.
+        text: the text of all tokens; ``None`` without a tokenizer.
         finish_reason: ``"stop"`` or ``"length"``.
         stop_reason: ``None``: no stop token but the end of sequence ends a beam.
     """
@@ -180,7 +180,7 @@ class PoolingRequestOutput(Generic[Pooled]):
     """A prompt and what it was pooled to.
 
     Attributes:
-        outputs: of a request that was aborted, or ended by an error, ``data`` has no elements.
+        outputs: the pooled result. If the request was aborted or ended by an error, its ``data`` has no elements.
         num_cached_tokens: prompt tokens whose keys and values came from the prefix cache.
         error: what ended the request before it was pooled.
     """
@@ -197,7 +197,7 @@ EngineOutput = RequestOutput | PoolingRequestOutput
 
 
 class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
-    """Of :meth:`LLM.embed`."""
+    """An output of :meth:`LLM.embed`: a prompt and its embedding."""
 
     __slots__ = ()
 
@@ -207,7 +207,7 @@ class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
 
 
 class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
-    """Of :meth:`LLM.classify`."""
+    """An output of :meth:`LLM.classify`: a prompt and the score of each class."""
 
     __slots__ = ()
 
@@ -217,14 +217,16 @@ class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
 
 
 class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
-    """Of :meth:`LLM.score`."""
+    """An output of :meth:`LLM.score`: a pair of texts and its score."""
 
     __slots__ = ()
 
     @staticmethod
     def from_base(base: PoolingRequestOutput) -> "ScoringRequestOutput":
-        """Raises:
-        ValueError: the result is not one number.
+        """Convert a pooled result of one number.
+
+        Raises:
+            ValueError: the result is not one number.
         """
         if base.outputs.data.numel() != 1:
             raise ValueError(f"a score is one number, got {base.outputs.data.numel()} of {base.request_id!r}")

@@ -17,14 +17,14 @@ class ScheduledRequest(NamedTuple):
     """A request's part of a step.
 
     Attributes:
-        request: whose tokens.
+        request: the request whose tokens are computed.
         start: tokens computed before the step, the position of the first one in it; at least so many, if steps in
             flight may accept drafts.
         num_tokens: tokens to compute; 0 for a request that samples from what the one before it in the plan computes.
-        samples: its last token is among them, so the step ends with a new one.
-        pending: that last token, the only known one to compute, was sampled by a step in flight: the host does not know
-            it.
-        drafts: so many tokens more are guesses of those that follow the last one: the step brings from one new token to
+        samples: whether the request's last token is computed, so that the step ends with a new one.
+        pending: whether that last token is the only known one to compute and was sampled by a step in flight: the host
+            does not know it.
+        drafts: how many guesses of the tokens behind the last one are verified: the step brings from one new token to
             one more than these.
     """
 
@@ -50,7 +50,8 @@ class Outline:
         budget: tokens that it may still take.
         preempted: the requests that lost their blocks to make room.
         scheduled: parts of the step, in the order of :attr:`Request.order`.
-        forks: for requests of ``scheduled`` those that share all that they have computed, and sample from the same row.
+        forks: for requests of ``scheduled``, the requests that share all that they have computed, and sample from the
+            same row.
     """
 
     budget: int
@@ -66,9 +67,9 @@ class StepPlan:
     Attributes:
         scheduled: segment by segment.
         preempted: the requests that lost their blocks to make room; none of them is scheduled.
-        segments: of its sequences and tokens.
+        segments: how many sequences and tokens are decodes, verified sequences and chunks of prompts.
         copies: blocks that are copied before anything is written, each with its target.
-        transfers: between the device and the host's memory, which come first of all.
+        transfers: the copies between the device and the host's memory, which come first of all.
         fills: blocks that go to the host's memory while the step computes them.
     """
 
@@ -91,7 +92,7 @@ class StepPlan:
         """Sort requests into segments; within each they keep their order.
 
         Args:
-            forks: those who sample from the last row of a scheduled one. They stand behind it as chunks of no tokens,
+            forks: by request, the requests that sample from its last row. They stand behind it as chunks of no tokens,
                 so that their last token in the step is its last one.
         """
         ones: list[ScheduledRequest] = []

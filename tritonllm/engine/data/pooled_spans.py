@@ -13,11 +13,11 @@ class PooledSpan(NamedTuple):
     """A pooled prompt's tokens in a step.
 
     Attributes:
-        request_id: whose.
+        request_id: the id of the request whose prompt is pooled.
         seat: where its running sum is, while its prompt takes several steps.
         pooling: what becomes of the tokens.
         first: position of the first of them in its prompt.
-        begin, end: they are the step's tokens ``begin`` to ``end`` (exclusive).
+        begin, end: the range of the tokens among the step's, from ``begin`` to ``end`` (exclusive).
         row: which of the tokens whose hidden states every step computes is of this prompt; -1 if its end comes in a
             later step. It is the prompt's last token, or its first if that is wanted and the step holds it.
     """
@@ -43,7 +43,7 @@ class PooledSpan(NamedTuple):
 
 
 def pooled_spans(items: Sequence[ScheduledRequest]) -> tuple[PooledSpan, ...]:
-    """Of a step's requests, in their order; a step with such prompts has no drafts."""
+    """The spans of a step's pooled prompts, in the order of its requests; a step with such prompts has no drafts."""
     spans = []
     token = row = 0
     for item in items:

@@ -39,7 +39,8 @@ class Pooling(NamedTuple):
     Attributes:
         how: the hidden state of its ``last`` token, of its first (``cls``), the ``mean`` of all, or ``all``.
         head: through the model's head.
-        whole: its tokens see those behind them, so that one step must hold them all.
+        whole: whether the model's attention lets a token see those behind it, so that one step must hold the whole
+            prompt.
         cached: tokens that the prefix cache has need not be computed.
     """
 
@@ -79,14 +80,15 @@ class Request:
         priority: lower runs first (policy ``priority`` only).
         arrival: a counter that only grows; decides among equal priorities.
         cache_salt: prompts with different salts share no cached blocks.
-        seed: of its samples.
+        seed: the seed of the request's random draws.
         bad_words: token sequences that the output may not contain, tokenized.
         controls: decide which tokens may come next.
         pooling: what becomes of the prompt; ``None`` if it is continued.
         packed_prompt: the prompt once more, as an array of type ``PACKED``, if who checked it has made one. (Of 32,768
             tokens that takes 0.4 ms, and from it digests and steps take theirs in a twentieth of that.)
         jumps: tokens are forced behind the one in flight, and are computed together once that is in.
-        held: its next token is being chosen by others than the scheduler (a beam search), which go on from here.
+        held: whether others than the scheduler choose the next token (a beam search); the request goes on from that
+            token.
         siblings: the sequences of one user's request, of the same prompt and parameters, this one among them; all have
             the same tuple. Empty if it is the only one.
         output_token_ids: what was generated so far, as far as the host knows it.
@@ -95,13 +97,13 @@ class Request:
         num_computed_tokens: leading tokens whose keys and values are in the cache once the steps in flight have run; at
             least so many, if those may accept drafts.
         num_cached_tokens: how many of them the prefix cache gave at the first admission; ``None`` before it.
-        admitted_time: of the first admission, in seconds of ``time.monotonic()``.
+        admitted_time: when the request was first admitted, in seconds of ``time.monotonic()``.
         block_ids: the block table: token i lives in block ``block_ids[i // block_tokens]``.
         tail: where the last computed tokens are that fill no block, if another sequence has computed them
             (:mod:`tritonllm.engine.schedule.gang`); it is copied to the next of the ``block_ids``.
         block_hashes: digests of the leading full blocks, as far as they were needed.
         num_labelled_blocks: leading blocks that the prefix cache knows.
-        seat: its row in the runner's arrays while it runs, below ``max_num_seqs``.
+        seat: the request's row in the runner's arrays while it runs, below ``max_num_seqs``.
         admission: a number for each time that a request was given a seat; no two of any requests are equal.
         status: where the request is.
         stop_reason: the stop token or stop string that ended it; ``None`` for the end-of-sequence token.
@@ -111,7 +113,7 @@ class Request:
         ends: tokens that end the output, if ``min_tokens`` lets them.
         watched: every new token may end the output, whichever it is.
         sampled_in: the number of the last plan that samples from it, of those that a pipeline runs.
-        num_drafts: so many guesses of what follows may be verified with its last token.
+        num_drafts: how many guesses of what follows may be verified with its last token.
         expected_accepts: how many of them are right, by the last steps.
     """
 
@@ -168,12 +170,13 @@ class Request:
 
     @property
     def computes_all(self) -> bool:
-        """All of its prompt goes through the model: what the prefix cache has of it is of no use."""
+        """Whether all of its prompt goes through the model: what the prefix cache has of it is of no use."""
         return self.reports_prompt or (self.pooling is not None and not self.pooling.cached)
 
     @property
     def waits_for_tokens(self) -> bool:
-        """Its next token cannot be planned before those in flight are known, or the last one is chosen."""
+        """Whether the next token cannot be planned before those in flight are known, or before the last one is
+        chosen."""
         if self.held or not self.num_pending_tokens:
             return self.held
         if self.jumps:
@@ -194,7 +197,7 @@ class Request:
 
     @property
     def reports_prompt(self) -> bool:
-        """Its steps report log-probabilities of the prompt: of siblings, the first one's do."""
+        """Whether its steps report log-probabilities of the prompt. Of siblings, only the first one's steps do."""
         return self.params.prompt_logprobs is not None and (not self.siblings or self.siblings[0] is self)
 
     @property
@@ -247,7 +250,7 @@ class Request:
         return tokens
 
     def packed(self, start: int, end: int) -> bytes:
-        """The same as numbers of type ``PACKED``."""
+        """The token ids from ``start`` to ``end``, as bytes of an array of type ``PACKED``."""
         prompt = self.packed_prompt
         if prompt is not None and 0 <= start <= end <= len(prompt):
             return prompt[start:end].tobytes()

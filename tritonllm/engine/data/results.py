@@ -24,9 +24,9 @@ class TokenLogprobs:
     """Log-probabilities at R positions, on the host.
 
     Attributes:
-        token_ids: for each position the chosen token, then the most likely ones, best first; not all equally many.
-        logprobs: the same shape.
-        ranks: of the chosen token.
+        token_ids: for each position, the chosen token and then the most likely ones, best first; not all equally many.
+        logprobs: the log-probability of each of those tokens, in the same shape.
+        ranks: the rank of each chosen token in the vocabulary, 1 for the most likely.
     """
 
     token_ids: list[list[int]]
@@ -54,10 +54,11 @@ class StepResult:
 
     Attributes:
         sampled: for each sequence of the step its new tokens: none, one or several.
-        logprobs: of the new tokens of all sequences, one after the other; ``None`` if nobody asked.
-        prompt_logprobs: by request id, those of the prompt tokens that this step's chunk predicts, with the position
-            of the first.
-        errors: of requests that must end, by their id.
+        logprobs: log-probabilities of the new tokens of all sequences, one after the other; ``None`` if no request
+            asked.
+        prompt_logprobs: by request id, the log-probabilities of the prompt tokens that this step's chunk predicts, with
+            the position of the first.
+        errors: messages by request id, for requests that must end.
         pooled: what became of pooled prompts.
         drafted: for each sequence how many drafts were verified; empty if none were.
         draft_nanoseconds: what drafting has taken since the start, if drafts were verified.
@@ -79,13 +80,14 @@ class RunningStep:
         samples: ``[B]`` bool, which sequences get tokens.
         tokens: ``[R]`` int64, one for each of those, or ``[R, G]``, up to G for each with -1 behind them; ``None`` if
             there are none.
-        logprobs: of all entries of ``tokens``, if any request wants them.
-        prompt_logprobs: of prompt tokens, in parts: request id, position of the first, and the scores.
+        logprobs: log-probabilities of all entries of ``tokens``, if any request wants them.
+        prompt_logprobs: log-probabilities of prompt tokens, in parts: request id, position of the first, and the
+            scores.
         whole_logprobs: rows whose log-probabilities are longer than the others', with those. Of both each part is on
             its way to the host before the next one is computed.
         device: where it runs.
         errors: see :class:`StepResult`.
-        pooled: the same, on the device.
+        pooled: the pooled prompts, still on the device.
         drafted: ``[4 + R (G - 1)]`` int32: as two int64 when the drafting of this step began and what all drafting has
             taken, in nanoseconds; and what the step verified of each row, with -1 behind its drafts.
 
@@ -143,7 +145,7 @@ class RunningStep:
         """Wait for the device and return the results.
 
         Args:
-            timeout: seconds.
+            timeout: how long to wait, in seconds.
             what: says what the step computes, for the error.
 
         Raises:

@@ -42,10 +42,10 @@ class RowProcessors(NamedTuple):
     """A request's own functions that change its logits.
 
     Attributes:
-        row: of the step.
-        request_id: whose.
-        functions: to call one after the other.
-        prompt, output: its tokens so far.
+        row: the request's row among those of the step.
+        request_id: the id of the request.
+        functions: the functions, to call one after the other.
+        prompt, output: the request's prompt and output token ids so far.
     """
 
     row: int
@@ -59,7 +59,7 @@ class Restrictions(NamedTuple):
     """What the host lets come next in some rows of a step, which it knows when the results of the step before are in.
 
     Attributes:
-        masks: of rows whose next token is restricted; ``None`` if there are none.
+        masks: bit masks of the rows whose next token is restricted; ``None`` if there are none.
         processors: functions of requests that change their logits.
     """
 
@@ -84,8 +84,8 @@ class SeatTokens(NamedTuple):
     """The tokens of a request that takes a seat, for drafters that look back.
 
     Attributes:
-        seat: whose.
-        token_ids: int32.
+        seat: the seat that the request takes.
+        token_ids: the request's token ids, int32.
         past: the output of the request that had the seat before, if that has ended and the drafter remembers it.
     """
 
@@ -98,10 +98,10 @@ class PromptSpan(NamedTuple):
     """Prompt tokens whose log-probabilities a request wants of this step.
 
     Attributes:
-        request_id: whose.
-        first: the position of the first of them.
-        row: the step's token that predicts it; the next token predicts the next one.
-        token_ids: them.
+        request_id: the id of the request.
+        first: the position of the first of these tokens in the prompt.
+        row: the index of the step's token that predicts the first; the next token predicts the next one.
+        token_ids: the ids of these prompt tokens.
         top: how many of the most likely tokens to report beside each; ``ALL`` for the whole vocabulary.
     """
 
@@ -127,7 +127,7 @@ class Step:
     """What a device must know to run a step of B sequences and T tokens, of which R sequences are sampled from.
 
     Attributes:
-        segments: of its sequences.
+        segments: how many sequences and tokens are decodes, verified sequences and chunks of prompts.
         inputs: the arrays.
         block_tables: ``[B, M]`` int32.
         samples: ``[B]`` bool, which sequences the rows belong to, in their order.
@@ -137,15 +137,15 @@ class Step:
         logprobs: how many of the most likely tokens to report with each new one; ``None`` if nobody asks.
         whole_logprobs: the rows that want the whole vocabulary.
         edited: ``[R]`` int32, the seats of those whose logits are edited, -1 for the others; ``None`` for nobody.
-        new_edits: of seats that have to be told first.
+        new_edits: edits of logits that seats must be told of before the step.
         late: the host may have a say in some rows' tokens, and has it when the step is drawn (:class:`Restrictions`).
         admitted: requests that are new to their seats, if processors of whole batches want to know.
         prompt_spans: prompt tokens to report on.
         pooled: the tokens of prompts that are pooled.
         copies: ``[N, 2]`` int64, blocks and those that they are copied to before anything is written; ``None`` for
             none.
-        tokens: of requests that are new to their seats, if a drafter wants to know.
-        transfers: between the cache and the host's memory, before anything else; ``None`` for none.
+        tokens: the token ids of requests that are new to their seats, if a drafter wants to know.
+        transfers: copies between the cache and the host's memory, before anything else; ``None`` for none.
         fills: blocks that are copied to the host's memory while the step computes them; ``None`` for none.
         limited: some rows draw from a part of the vocabulary only (``top_k``, ``top_p``, ``min_p``), or may, and ranks
             would need the whole row to find it.
@@ -219,6 +219,6 @@ class Step:
 
     @property
     def by_shards(self) -> bool:
-        """Each rank's part of the logits suffices for its part of the draw: no row asks for more than a temperature and
-        limits that ranks can find, and the tokens are not known to be restricted."""
+        """Whether each rank's part of the logits suffices for its part of the draw: no row asks for more than a
+        temperature and limits that ranks can find, and the tokens are not known to be restricted."""
         return self.plain and not (self.limited or self.late or self.segments.verify.sequences)

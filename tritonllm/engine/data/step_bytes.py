@@ -133,7 +133,7 @@ def _number(value: object) -> int | float:
 
 @cache
 def _codec(kind: Any) -> _Codec:
-    """Of a type, from the annotations of its parts."""
+    """The codec of a type, made from the annotations of its parts."""
     origin = get_origin(kind)
     if kind in (bool, int, float, str):
         return _scalar(kind)
@@ -234,7 +234,7 @@ def _fixed(kinds: tuple[Any, ...]) -> _Codec:
 
 
 def _record(kind: type) -> _Codec:
-    """Of a dataclass or a named tuple, field by field."""
+    """The codec of a dataclass or a named tuple, which encodes field by field."""
     hints = typing.get_type_hints(kind)
     names = [field.name for field in fields(kind)] if is_dataclass(kind) else list(getattr(kind, "_fields"))  # noqa: B009
     left_out = OF_THE_FIRST if kind is Step else {}

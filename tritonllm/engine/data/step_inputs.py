@@ -35,10 +35,12 @@ class Per(enum.Enum):
 
 
 class Column(NamedTuple):
-    """Attributes:
-    dtype: of an array.
-    per: what it has one entry of.
-    padding: stands where a step is smaller than the room for it.
+    """How a field of :class:`StepInputs` is laid out.
+
+    Attributes:
+        dtype: the dtype of the array.
+        per: what the array has one entry for: a token, a sequence, a row, ...
+        padding: the value of the entries behind a step that is smaller than the room for it.
     """
 
     dtype: np.dtype
@@ -62,9 +64,9 @@ class StepInputs(Generic[Array]):
         positions: each token's place in its sequence; of decodes derived.
         slot_mapping: where its key and value go; of decodes derived.
         logit_rows: the tokens that are sampled from, in their order; of a verified sequence the first one.
-        seats: whose they are.
-        starts: their positions; -1 for a decode of which only the device knows it.
-        limits: so many positions of a decode may get a slot; the device may be further than the host knows.
+        seats: the seats of the sequences.
+        starts: the position of each sequence's first token; -1 for a decode of which only the device knows it.
+        limits: how many positions of a decode may get a slot; the device may be further than the host knows.
         seq_lens: keys of a sequence, this step's tokens included; of decodes at least so many, and derived.
         decode_order: the decodes from the longest to the shortest.
         drafts: how many a verified sequence may have.
@@ -165,10 +167,10 @@ class StepLayout:
     """Where the arrays of a step lie in one piece of memory, so that one copy takes them all.
 
     Attributes:
-        spans: of :class:`StepInputs`.
-        sent: bytes of those.
-        row_spans: of :class:`SamplingParameters` of the step's rows, which the device makes.
-        num_bytes: of all.
+        spans: where each array of :class:`StepInputs` lies in the memory.
+        sent: how many bytes these arrays take, which are sent from the host.
+        row_spans: where each array of the rows' :class:`SamplingParameters` lies, which the device makes.
+        num_bytes: how many bytes all of them take.
     """
 
     def __init__(self, room: StepRoom) -> None:

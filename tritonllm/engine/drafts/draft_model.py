@@ -46,17 +46,17 @@ class DraftModel:
     """Drafts by decode steps of a second model, one for each draft, inside of the step that verifies them.
 
     Args:
-        model: loaded, on the device of the large one.
-        seats: most sequences of a step.
-        drafts: of each sequence.
-        device: where steps run.
-        tree: that the drafts form; ``None`` for a chain.
+        model: the loaded draft model, on the device of the large one.
+        seats: the most sequences of a step.
+        drafts: how many drafts each sequence has.
+        device: the device that steps run on.
+        tree: the tree that the drafts form; ``None`` for a chain.
 
     Attributes:
-        model: the same.
-        cache: a view for each of its layers; none before :meth:`take_cache`.
-        extra_bytes: what it keeps of a block beside keys and values.
-        stores_last: it computes the last draft, too, for its keys and values.
+        model: the draft model.
+        cache: a view of the cache for each layer of the draft model; empty before :meth:`take_cache`.
+        extra_bytes: how many bytes of a block the drafter keeps beside keys and values.
+        stores_last: whether the last draft is computed, too, for its keys and values.
     """
 
     remembers = False
@@ -82,7 +82,7 @@ class DraftModel:
         self.cache = cache
 
     def remember(self, output: torch.Tensor) -> None:
-        """It does not."""
+        """Does nothing: this drafter does not look back at ended outputs."""
 
     def advance(
         self, model: CausalLM, cache: Sequence[KVCacheView], batch: Batch, rows: torch.Tensor | None
@@ -91,7 +91,7 @@ class DraftModel:
 
         Args:
             model: the large one, as steps run it.
-            cache: its views.
+            cache: the cache views of the large model's layers.
             batch: the step, settled.
             rows: ``[R]`` int64, tokens whose hidden states are wanted; ``None`` for all.
 
@@ -177,7 +177,7 @@ def read_draft_spec(config: EngineConfig, spec: ModelFacts, limit: int) -> Model
     """What the configuration's draft model or head is; ``None`` without one. Only its ``config.json`` is read.
 
     Args:
-        spec: of the large model.
+        spec: the facts of the large model.
         limit: the longest sequence that may come.
 
     Raises:
@@ -221,8 +221,10 @@ def read_draft_spec(config: EngineConfig, spec: ModelFacts, limit: int) -> Model
 
 
 def _check_head(name: str, head: ModelSpec, spec: ModelFacts) -> None:
-    """Raises:
-    ValueError: the head does not fit the large model; the message begins with ``name``.
+    """Check that a head fits the large model.
+
+    Raises:
+        ValueError: the head does not fit the large model; the message begins with ``name``.
     """
     width = head.target_hidden_size if isinstance(head, Eagle3Spec) else head.hidden_size
     if not isinstance(spec, ModelSpec) or width != spec.hidden_size:
@@ -237,8 +239,10 @@ def _check_head(name: str, head: ModelSpec, spec: ModelFacts) -> None:
 
 
 def _check_tree(spec: ModelFacts, nodes: int) -> None:
-    """Raises:
-    ValueError: the model's attention cannot see a tree of so many drafts.
+    """Check that the model's attention can see a tree of so many drafts.
+
+    Raises:
+        ValueError: the model's attention cannot see a tree of so many drafts.
     """
     name = f"speculative_config: speculative_token_tree: {spec.architecture}"
     if not isinstance(spec, ModelSpec):

@@ -31,7 +31,7 @@ class Level(NamedTuple):
     Attributes:
         tokens: up to and with this level.
         inner: ``[I]`` int64, the tokens of these nodes.
-        ranks: for each child number which of them have such a child ``[C]`` int64, and that child's token ``[C]``.
+        ranks: for each child number, which of them have such a child ``[C]`` int64, and that child's token ``[C]``.
     """
 
     tokens: int
@@ -56,14 +56,14 @@ class DraftTree:
     """One tree, on a device.
 
     Args:
-        parents: of each node the node that it follows, an earlier one, or -1; level by level.
-        seats: most sequences of a step.
-        device: where steps run.
+        parents: for each node, the index of the node that it follows, an earlier one, or -1; level by level.
+        seats: the most sequences of a step.
+        device: the device that steps run on.
 
     Attributes:
-        depth: of the deepest node; those behind the last token have 1.
+        depth: the depth of the deepest node; those behind the last token have 1.
         parents: ``[1, G]`` int32.
-        parent_tokens: ``[G]`` int64, the same as tokens.
+        parent_tokens: ``[G]`` int64, each node's parent counted as a token: 0 is the last token, node i is ``i + 1``.
         path: ``[seats, G + 1]`` int64, the tokens that the last verdict has gone through, 0 first, then -1.
     """
 
@@ -127,7 +127,7 @@ class DraftTree:
     def follow(
         self, place: int, at: torch.Tensor, tokens: torch.Tensor, drafts: torch.Tensor, alive: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """From the tokens ``at[R]``, that many places behind the last ones, to the children that are ``tokens[R]``.
+        """Go from the tokens ``at[R]``, that many places behind the last ones, to the children that are ``tokens[R]``.
 
         Returns:
             where each row is, and which of those ``alive[R]`` have such a child.
@@ -140,7 +140,8 @@ class DraftTree:
         return at, alive
 
     def rows_of(self, logits: torch.Tensor, rows: int) -> torch.Tensor:
-        """Of ``logits[rows (G + 1), V]`` those that gave the verdict's tokens, as a chain has them."""
+        """Those rows of ``logits[rows (G + 1), V]`` that the verdict's tokens were drawn from, in the order of a
+        chain."""
         at = self.path[:rows].clamp_min(0) + self._seats[:rows, None] * self.path.shape[1]
         return logits.index_select(0, at.flatten())
 
@@ -155,7 +156,7 @@ class DraftTree:
         return torch.stack([sources, torch.where(moved, slots, -1)], -1)[:, 1 : self.depth + 1].transpose(0, 1)
 
     def no_moves(self) -> torch.Tensor:
-        """One of no tokens, for the warm-up."""
+        """Moves of no tokens, for the warm-up."""
         return torch.full((1, 1, 2), -1, dtype=torch.int64, device=self.path.device)
 
     def _compute(

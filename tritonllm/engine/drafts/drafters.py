@@ -85,7 +85,7 @@ class NgramDrafter:
         step.look_back(**self._lengths)
 
     def remember(self, output: torch.Tensor) -> None:
-        """It does not."""
+        """Does nothing: this drafter does not look back at ended outputs."""
 
 
 class SuffixDrafter:

@@ -127,7 +127,7 @@ class EagleDrafter(DraftModel):
         self._note_blocks(torch.where(path < 0, -1, slots).flatten(), states[:, 1:].flatten(0, 1))
 
     def _of_others(self, batch: Batch, hidden: torch.Tensor) -> torch.Tensor:
-        """The same of a step of decodes and of prompts."""
+        """States before each token of a step of decodes and of prompts; notes those of its sequences' last tokens."""
         inputs, (decode, _, chunk) = batch.inputs, batch.metadata.segments
         seats, at, ends, count = inputs.seats, inputs.logit_rows, inputs.starts, len(hidden)
         before = hidden.new_zeros(count + 1, hidden.shape[1])  # one more, for what is nobody's
@@ -176,7 +176,7 @@ class EagleDrafter(DraftModel):
         return torch.where(known[:, None], of_seats, self._behind_blocks(positions, tables))
 
     def _behind_blocks(self, positions: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
-        """The same as far as blocks know it; zeros for position 0."""
+        """States of the places before these positions, as far as they are kept with blocks; zeros for position 0."""
         place = (positions - 1).clamp(0, tables.shape[1] * self._block_tokens - 1) // self._block_tokens
         block = tables.gather(1, place[:, None])[:, 0].long()
         unfinished = (positions % self._block_tokens != 0).long()

@@ -14,7 +14,7 @@ SHORT_ESCAPES = {0x22: '"', 0x5C: "\\", 0x08: "b", 0x0C: "f", 0x0A: "n", 0x0D: "
 
 
 def union(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Of ranges in any order."""
+    """The union of ranges that come in any order: sorted ranges of which no two overlap or touch."""
     merged = list[tuple[int, int]]()
     for low, high in sorted(ranges):
         if merged and low <= merged[-1][1] + 1:
@@ -25,7 +25,7 @@ def union(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def without(ranges: Iterable[tuple[int, int]], taken: Iterable[tuple[int, int]]) -> Ranges:
-    """Those of ``ranges`` that are not in ``taken``."""
+    """The characters of ``ranges`` that are in none of ``taken``, as ranges."""
     left = [*union(ranges)]
     for low, high in taken:
         left = [part for a, b in left for part in ((a, min(b, low - 1)), (max(a, high + 1), b)) if part[0] <= part[1]]

@@ -31,7 +31,7 @@ def too_large(name: str, value: str) -> str | None:
     """Which limit the value of ``regex`` or ``grammar`` exceeds, whose length has one already; ``None`` if none.
 
     Args:
-        name: of these two.
+        name: ``"regex"`` or ``"grammar"``; any other name has no limit here.
     """
     if name == "regex":
         repeats = sum(piece.startswith(_REPEATS) for piece in _REGEX.findall(value))
@@ -119,7 +119,7 @@ def is_endless(grammar: str) -> bool:
     """Whether no text of a grammar's rule ``root`` ever ends, as of ``root ::= root``.
 
     Args:
-        grammar: in EBNF, without mistakes.
+        grammar: a grammar in EBNF, without mistakes.
     """
     clauses = list[_Clause]()
     open_ = list[_Clause]()

@@ -46,7 +46,7 @@ def _xgrammar() -> Any:
 
 
 def parse(wish: StructuredOutputsParams) -> Any:
-    """An ``xgrammar.Grammar``.
+    """Parse what an output must look like, as an ``xgrammar.Grammar``.
 
     Raises:
         ValueError: a schema, expression or grammar that is wrong, or cannot be kept; or xgrammar is not installed.
@@ -127,7 +127,7 @@ class Grammars:
     """Compiles grammars for one model, in threads of its own.
 
     Args:
-        tokenizer: of transformers.
+        tokenizer: a tokenizer of transformers.
         vocab: size of the model's vocabulary.
         ends: tokens that may end an output, once its grammar lets it end.
         backend: what makes masks, one of :data:`~tritonllm.config.engine.STRUCTURED_OUTPUTS_BACKENDS`.
@@ -215,7 +215,7 @@ class Grammars:
         return found
 
     def _find(self, key: Any) -> "Future[Any] | None":
-        """One that is compiled, or will be."""
+        """The future of a grammar that is compiled, or will be; ``None`` if there is none."""
         while self._compiled:
             done, future = self._compiled.popleft()
             self._kept[done] = future
@@ -227,7 +227,7 @@ class Grammars:
         return found or self._wanted.get(key)
 
     def _pass_on(self, key: Any, wanted: "ref[Future[Any]]", task: "Future[Any]") -> None:
-        """In the thread that has compiled it."""
+        """Hand a compiled grammar, or its error, to those who wait; runs in the thread that has compiled it."""
         error = task.exception()
         if error is not None:
             future = wanted()
@@ -261,9 +261,9 @@ class GrammarControl:
     """Lets one output follow its grammar (a :class:`~tritonllm.engine.data.control.Control`).
 
     Args:
-        compiled: of the grammar; done before anything is asked.
+        compiled: the compiled grammar; it must be done before the first call of a method.
         vocab: size of the model's vocabulary.
-        bans: parameters of the request that may ban what the grammar allows.
+        bans: names of the request's parameters that may ban tokens that the grammar allows.
     """
 
     waits = False
@@ -302,7 +302,8 @@ class GrammarControl:
         return masks_of([self])[0]
 
     def forced(self) -> Sequence[int]:
-        """At most :data:`MOST_FORCED`, the one that ends the output perhaps among them."""
+        """The tokens that must come next: at most :data:`MOST_FORCED`, the one that ends the output perhaps among
+        them."""
         if self._failure is not None:
             return ()
         while len(self._ahead) < MOST_FORCED and not self.matcher.is_terminated():

@@ -31,7 +31,8 @@ _MIXED = ("$ref", "anyOf", "oneOf")
 
 
 def check_installed() -> None:
-    """
+    """Check that llguidance can be imported.
+
     Raises:
         ValueError: llguidance is not installed.
     """
@@ -110,7 +111,8 @@ def _misread(part: Mapping[str, Any]) -> str | None:
 
 
 def _closed(schema: Any) -> Any:
-    """The same, without members that no keyword names, where that can be said of each object alone."""
+    """A copy of the schema that allows no members but those that a keyword names, where that can be said of each object
+    alone; else the schema itself."""
     parts = [part for part, _ in Document(schema).parts]
     if any("allOf" in part or ("properties" in part and any(name in part for name in _MIXED)) for part in parts):
         return schema
@@ -127,7 +129,7 @@ class GuidanceCompiler:
     """Makes grammars ready for one model.
 
     Args:
-        tokenizer: of transformers, a fast one.
+        tokenizer: a fast tokenizer of transformers.
         vocab: size of the model's vocabulary.
         ends: tokens that may end an output.
     """
@@ -139,7 +141,8 @@ class GuidanceCompiler:
         self._words = -(-vocab // 32)
 
     def compile_grammar(self, grammar: str) -> "GuidanceGrammar":
-        """
+        """Compile a grammar in llguidance's format.
+
         Raises:
             ValueError: it is too large.
         """
@@ -178,7 +181,8 @@ class GuidanceMatcher:
         return self._ended
 
     def fill_next_token_bitmask(self, mask: np.ndarray, index: int = 0) -> None:
-        """
+        """Write the mask of the tokens that may come next into ``mask[index]`` (int32, one bit for each token).
+
         Raises:
             RuntimeError: llguidance has failed, or a limit of its own was reached.
         """

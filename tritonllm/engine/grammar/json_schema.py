@@ -51,7 +51,7 @@ MOST_COUNT = 100_000  # characters, items or properties that a limit may name
 
 
 def read_schema(value: str | Mapping[str, Any]) -> Document:
-    """A user's schema.
+    """Read and check a user's schema.
 
     Raises:
         ValueError: it is no JSON, or malformed; the message begins with ``structured_outputs``.

@@ -59,7 +59,7 @@ def jump(requests: Iterable[Request], scheduler: Appends) -> list[NewTokens]:
     """Append what these requests' grammars force, or let them wait for it, if it pays.
 
     Args:
-        requests: those that got tokens, and whose controls know them.
+        requests: requests that got tokens in the last step; their controls have taken these tokens.
     """
     if scheduler.num_running > MOST_RUNNING:  # who waits for a jump goes on without it
         for request in requests:

@@ -66,7 +66,8 @@ class _Integers:
         return [way for way in ways if way]
 
     def _digits(self, low: str | None, high: str | None, left: int, rest: int, leading: bool = False) -> str | None:
-        """So many digits, which are no less and no more than the bounds' last ones; nothing if there are none.
+        """A rule for ``left`` digits that are no less and no more than the bounds' last ones; ``None`` if there are
+        none.
 
         Args:
             rest: the remainder of the digits before.
@@ -99,13 +100,13 @@ class _Integers:
         return self._known[key]
 
     def _longer(self, length: int) -> str:
-        """More digits than so many."""
+        """A rule for integers of more than ``length`` digits."""
         if self._step == 1:
             return f"[1-9] [0-9]{{{length},}}"
         return " | ".join(f'"{digit}" {self._more(length, digit % self._step)}' for digit in range(1, 10))
 
     def _more(self, least: int, rest: int) -> str:
-        """So many digits or more, behind others of this remainder."""
+        """A rule for so many digits or more, behind digits of this remainder."""
         new = [(least, rest)]
         for state in new:  # which grows; no recursion, for it may be a thousand deep
             if state not in self._endless:
@@ -165,7 +166,7 @@ def numbers(rules: Rules, low: "Bound | None", high: "Bound | None") -> str:
 
 @dataclass(frozen=True)
 class Bound:
-    """Of numbers; excluded itself, perhaps."""
+    """A lower or upper bound of numbers, which may itself be excluded."""
 
     value: Decimal
     exclusive: bool = False
@@ -175,7 +176,7 @@ class Bound:
 
     @property
     def digits(self) -> tuple[int, str]:
-        """Before the point, as a number, and behind it, without zeros at the end."""
+        """The digits before the point, as a number, and those behind it, without zeros at the end."""
         text = f"{abs(self.value):f}"
         whole, _, behind = text.partition(".")
         return int(whole), behind.rstrip("0")
@@ -185,7 +186,8 @@ class Bound:
         return len(self.digits[1])
 
     def check(self, exclusive: bool) -> None:
-        """
+        """Check that a grammar can keep numbers within this bound.
+
         Raises:
             NoNumber: whether a number is beyond it depends on how that is rounded; or it is too long.
         """

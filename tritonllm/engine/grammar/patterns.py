@@ -49,7 +49,7 @@ class Unreadable(ValueError):
 
 
 class TooLarge(Unreadable):
-    """One whose automaton would be too large."""
+    """A pattern whose automaton would be too large."""
 
 
 @dataclass
@@ -84,7 +84,7 @@ class _Places:
         self._rules = rules
 
     def spend(self, places: int) -> None:
-        """Before so many places are looked at."""
+        """Count work before so many places are looked at; too much of it is an error."""
         self._rules.work += places
         if self._rules.work > MOST_WORK:
             raise TooLarge("too many ways in which a text may match it")
@@ -101,7 +101,7 @@ class _Places:
         return _Part(at, at + 1, False, 1 << at, 1 << at)
 
     def copy(self, part: _Part) -> _Part:
-        """The same once more, behind all others. What follows it is what follows within it."""
+        """Add a copy of a part behind all others. What follows its places is what follows within it."""
         shift = len(self.follow) - part.begin
         inside = (1 << part.end) - (1 << part.begin)
         for at in range(part.begin, part.end):
@@ -115,7 +115,7 @@ class _Places:
             self.follow[at] |= first
 
     def row(self, parts: list[_Part]) -> _Part:
-        """One behind the other."""
+        """Join parts one behind the other into one part."""
         whole = _Part(parts[0].begin, parts[-1].end) if parts else _Part(len(self.follow), len(self.follow))
         for part in parts:
             self.link(whole.last, part.first)
@@ -181,8 +181,8 @@ def _written(states: list[_State], spell: Callable[[Ranges], list[str]], end: st
     """The rule of the first state. States in a row without a choice are one rule.
 
     Args:
-        spell: alternatives of one character.
-        end: of the text.
+        spell: returns the alternatives that write one character out of ranges.
+        end: what is written where the text may end.
     """
     before = [1] + [0] * (len(states) - 1)  # ways that lead to each state
     for state in states:

@@ -11,7 +11,8 @@ from tritonllm.engine.grammar.grammar import GrammarControl, masks_of
 
 
 def restrictions_of(plan: StepPlan) -> Restrictions:
-    """Of the rows of a plan. All their tokens but the ones that it samples are known, or came after a request's end."""
+    """The restrictions of a plan's rows. All their tokens but those that the plan's step samples must be known, or come
+    after the request's end."""
     drawing = [item.request for item in plan.scheduled if item.samples]
     controlled = [
         (row, request)

@@ -64,7 +64,7 @@ def grammar_of(document: Document, blanks: bool) -> str:
     """EBNF of the JSON texts that are valid under a schema, which is neither malformed nor unsupported.
 
     Args:
-        blanks: there may be blanks between tokens; else there is one after each comma and colon.
+        blanks: whether there may be blanks between tokens; else there is one after each comma and colon.
 
     Raises:
         NoNumber: bounds that nothing is between, or that cannot be followed.
@@ -154,7 +154,7 @@ class _Writer:
             raise Unwritable(f"{keyword} with {error}") from error
 
     def _text(self, least: int, most: float | None) -> str:
-        """So many characters and a quote."""
+        """A rule for a string of so many characters, and the quote behind it."""
         count = least if most is None else int(most)
         if count > min(MOST_CHARACTERS, MOST_LINKS - self._links):
             return f'{_PLAIN}{{{least},{"" if most is None else count}}} "\\""'
@@ -214,11 +214,11 @@ class _Writer:
         return f'"{opening}" {inside}', f'"," {inside}', f'{self._blank(depth)} "{closing}"'
 
     def _of(self, opening: str, closing: str, depth: int, filled: Sequence[str], empty: bool) -> str:
-        """A body.
+        """The right side of a rule for an object or an array, with its brackets.
 
         Args:
-            filled: alternatives of what is between the brackets.
-            empty: whether that may be nothing.
+            filled: alternatives of what stands between the brackets.
+            empty: whether nothing may stand between them.
         """
         begin, _, end = self._around(opening, closing, depth)
         ways = [f"{begin} ({' | '.join(filled)}) {end}"] if filled else []
@@ -325,7 +325,7 @@ class _SchemaPlaces:
 
     Args:
         comma: what stands between two members.
-        members: with names, in their order, and whether each must be there.
+        members: the members with names, in their order, and whether each must be there.
         extra: any number of these comes behind; an empty string: none does.
         least, most: members, these among them.
     """

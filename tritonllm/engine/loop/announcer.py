@@ -37,8 +37,8 @@ class Announcer(Events):
     """Tells an engine's events.
 
     Args:
-        scheduler: of the engine.
-        sequences: the engine's unfinished ones, by id.
+        scheduler: the scheduler of the engine.
+        sequences: the engine's unfinished sequences, by id.
     """
 
     def __init__(self, scheduler: Scheduler, sequences: Sequences) -> None:

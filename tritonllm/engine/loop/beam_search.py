@@ -100,7 +100,7 @@ class BeamSearch:
         """Go on by one token.
 
         Args:
-            scores: of each running hypothesis its :meth:`candidates` most likely next tokens, of all equally many.
+            scores: for each running hypothesis, its :meth:`candidates` most likely next tokens; equally many for all.
 
         Returns:
             For each of the new running hypotheses which of the old ones it continues; none if the search is over.
@@ -130,7 +130,7 @@ class BeamSearch:
         """The best continuations, the best first: their totals, which hypotheses they continue, and their tokens.
 
         Those of each hypothesis are in order, so only the first ones that are left are compared. Few are asked for: to
-        sort all of them took twice as long.
+        sort all of them takes twice as long.
         """
         before = self.running
         heads = [hypothesis.total + mine.logprobs[0] for hypothesis, mine in zip(before, scores, strict=False)]
@@ -192,10 +192,10 @@ class BeamState(RequestState):
     """A user's beam search.
 
     Attributes:
-        search: which hypotheses go on.
-        places: of each of them its sequence; all sequences are the prompt before the first is there.
+        search: the search, which says which hypotheses go on.
+        places: the sequence of each hypothesis, by its index; all sequences are the prompt before the first is there.
         scheduler: lets sequences fork.
-        words: texts of candidates: there are many of them, and few different ones.
+        words: the texts of candidates: there are many of them, and few different ones.
     """
 
     search: BeamSearch
@@ -206,7 +206,7 @@ class BeamState(RequestState):
     places: list[int] = field(default_factory=list)
 
     def decide(self) -> None:
-        """If all sequences have their next tokens: choose, and let them go on or end."""
+        """Choose the next tokens if all sequences have theirs scored, and let the sequences go on or end."""
         for beam in self.beams:
             if not beam.request.held:
                 return
@@ -242,11 +242,11 @@ class BeamState(RequestState):
     def _completion(
         self, index: int, hypothesis: Hypothesis, known: dict[Hypothesis | None, dict[int, Logprob]]
     ) -> CompletionOutput:
-        """One of those that are found.
+        """The output of one hypothesis that the search has found.
 
         Args:
             known: the log-probabilities of what may follow a hypothesis. Those that are found have most of their tokens
-                in common: of 16 searches of 256 tokens these are 131,000 entries, which took 0.44 s.
+                in common: of 16 searches of 256 tokens these are 131,000 entries, which take 0.44 s to make.
         """
         path = hypothesis.path()
         stopped = hypothesis.token in self.search.ends
@@ -270,7 +270,7 @@ class BeamState(RequestState):
         return follower.text + (self.tokenizer.decode([tokens[-1]]) if kept else "")
 
     def _logprobs(self, at: Hypothesis, known: dict[Hypothesis | None, dict[int, Logprob]]) -> dict[int, Logprob]:
-        """Of what its last token was chosen from."""
+        """The log-probabilities that a hypothesis's last token was chosen from."""
         if at.parent not in known:
             pairs = enumerate(zip(*at.scores, strict=True), start=1)
             known[at.parent] = {token: Logprob(value, rank, self.words(token)) for rank, (token, value) in pairs}
@@ -320,7 +320,7 @@ def beam_state(
 
 
 def beam_search_output(output: RequestOutput, tokenizer: Any, *, keep_end: bool) -> BeamSearchOutput:
-    """In the form of vLLM: a sequence is the prompt and its continuation.
+    """The output of a beam search in vLLM's form: a sequence is the prompt and its continuation.
 
     Args:
         keep_end: the text keeps the end-of-sequence token.
@@ -355,8 +355,10 @@ def _sampling_params(params: BeamSearchParams, candidates: int) -> SamplingParam
 
 
 def _check_candidates(params: BeamSearchParams, candidates: int, vocab_size: int) -> None:
-    """Raises:
-    ValueError: a search that looks at so many continuations is too wide.
+    """Check that a search of this width can have all the log-probabilities that it looks at.
+
+    Raises:
+        ValueError: a search that looks at so many continuations is too wide.
     """
     most = min(vocab_size, MAX_LOGPROBS)
     if candidates > most:

@@ -24,14 +24,14 @@ class Delivery:
 
     Args:
         scheduler: is told of requests that end.
-        sequences: the engine's unfinished ones, by id.
+        sequences: the engine's unfinished sequences, by id.
         words: texts of log-probabilities' tokens.
         events: are told of forced tokens.
 
     Attributes:
-        generated_tokens: since the start, forced ones among them.
-        forced_tokens: those that followed without being drawn.
-        drafts: what became of drafts.
+        generated_tokens: how many tokens were generated since the start, forced ones among them.
+        forced_tokens: how many of these followed without being drawn.
+        drafts: how many drafts were verified and accepted.
     """
 
     def __init__(self, scheduler: Scheduler, sequences: Sequences, words: TokenTexts, events: Announcer) -> None:
@@ -43,7 +43,7 @@ class Delivery:
         """Hand out a step's results.
 
         Args:
-            new_tokens: those that the scheduler kept.
+            new_tokens: the requests' new tokens that the scheduler kept.
 
         Returns:
             The requests that changed, in the plan's order, and those whose next tokens the host has a say in.
@@ -69,7 +69,7 @@ class Delivery:
         return touched, self._hand_out(new_tokens, touched, result.logprobs, rows, result.errors)
 
     def force(self, new_tokens: Sequence[NewTokens], touched: Touched, step: int) -> None:
-        """The same with tokens that follow those of the last ``step`` without being drawn."""
+        """Hand out tokens that follow those of the last ``step`` without being drawn."""
         self.forced_tokens += sum(len(new) for _, new in new_tokens)
         if self._events.heard:
             self._events.forced(step, new_tokens)
@@ -91,7 +91,7 @@ class Delivery:
             errors: what went wrong in a request's processors.
 
         Returns:
-            Those whose next tokens the host has a say in.
+            The requests whose next tokens the host has a say in.
         """
         controlled = []
         now, taken = time.monotonic(), 0

@@ -61,12 +61,12 @@ class LLMEngine(SleepMethods, ExpertLoadMethods):
     """Schedules, launches and reports; single-threaded, one step per call.
 
     Args:
-        config: see :class:`EngineConfig`; its values are resolved already.
+        config: the configuration, see :class:`EngineConfig`; its values are resolved already.
         runner: a started model runner, or what runs steps on several ranks.
-        scheduler: over the runner's cache.
+        scheduler: the scheduler, over the runner's cache.
         inputs: checks and tokenizes requests.
         pooling: what the model can pool; by default nothing.
-        memory: of weights and cache; by default an engine that cannot sleep.
+        memory: the memory of weights and cache; by default that of an engine that cannot sleep.
         transfer: brings blocks that others have computed, and hands out its own; by default nothing does.
     """
 
@@ -121,7 +121,7 @@ class LLMEngine(SleepMethods, ExpertLoadMethods):
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> "LLMEngine":
-        """The same from arguments under vLLM's names."""
+        """Load the model and get ready to serve, from arguments under vLLM's names."""
         return cls.from_config(engine_args.create_engine_config())
 
     @property
@@ -271,7 +271,7 @@ class LLMEngine(SleepMethods, ExpertLoadMethods):
         self._runner.join()
 
     def _recover(self) -> None:
-        """If a change was broken off, end all requests and begin anew. May be broken off itself, and called again."""
+        """End all requests and begin anew if a change was broken off. May be broken off itself, and called again."""
         if self._whole:
             return
         self._unfinished.lose(self._failure)

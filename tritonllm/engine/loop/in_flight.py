@@ -11,8 +11,8 @@ class Undrawn(NamedTuple):
     """A step that is to be drawn.
 
     Attributes:
-        plan: what it computes.
-        behind: so many steps were launched after it.
+        plan: the plan of the step.
+        behind: how many steps were launched after it.
     """
 
     plan: StepPlan
@@ -20,14 +20,14 @@ class Undrawn(NamedTuple):
 
 
 class InFlight:
-    """Them, oldest first.
+    """The steps that were launched and whose results were not taken in, oldest first.
 
     A step is launched with its draw, or, if the host has a say in its tokens or there are several stages, without. A
     pipeline of S stages draws a step when S - 1 later ones were launched, or when there is nothing else to do. The
     results that its requests' last tokens come from are in by then, for those were drawn before it was launched.
 
     Args:
-        stages: of a pipeline.
+        stages: how many stages the pipeline has; 1 without one.
     """
 
     def __init__(self, stages: int) -> None:
@@ -48,7 +48,7 @@ class InFlight:
         """The step to draw now.
 
         Args:
-            idle: there was nothing to launch.
+            idle: whether there was nothing to launch.
         """
         place = next((place for place, (_, running) in enumerate(self._steps) if running is None), None)
         if place is None:
@@ -64,7 +64,7 @@ class InFlight:
         self._steps[place] = self._steps[place][0], running
 
     def pop(self) -> tuple[StepPlan, RunningStep]:
-        """The oldest, which is drawn."""
+        """Remove and return the oldest step, which is drawn."""
         plan, running = self._steps.popleft()
         assert running is not None  # it was due before
         return plan, running

@@ -40,7 +40,7 @@ class Vector(Metric):
 
 @dataclass(frozen=True)
 class Gauge(Metric):
-    """What is so at the moment."""
+    """A value that is so at the moment, and may rise and fall."""
 
     value: float
 
@@ -51,8 +51,8 @@ class Histogram(Metric):
     :attr:`tritonllm.RequestOutput.metrics` has the times of each request.
 
     Attributes:
-        count, sum: of all observations.
-        buckets: how many were at most as large as the key says.
+        count, sum: how many observations there were, and the sum of all of them.
+        buckets: for each bound, how many observations were at most as large.
     """
 
     count: int
@@ -61,7 +61,7 @@ class Histogram(Metric):
 
 
 def gauges(stats: Any) -> Iterator[tuple[str, str, float]]:
-    """Name, description and value of what an engine is now.
+    """Name, description and value of each gauge: what an engine's state is at the moment.
 
     Args:
         stats: an :class:`~tritonllm.engine.data.stats.EngineStats`, or a message with the same fields.
@@ -75,7 +75,7 @@ def gauges(stats: Any) -> Iterator[tuple[str, str, float]]:
 
 
 def counters(stats: Any) -> Iterator[tuple[str, str, float]]:
-    """The same of what it has counted."""
+    """Name, description and value of each counter: what an engine has counted since its start."""
     yield "vllm:prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_cache_query_tokens
     yield "vllm:prefix_cache_hits", "Prompt tokens found in the cache.", stats.prefix_cache_hit_tokens
     yield "vllm:num_preemptions", "Preemptions by the engine.", stats.preemptions
@@ -103,12 +103,12 @@ def counters(stats: Any) -> Iterator[tuple[str, str, float]]:
 
 
 def metrics_of(stats: Any, model_name: str, engine: int) -> list[Metric]:
-    """All of one engine's.
+    """All metrics of one engine.
 
     Args:
         stats: as of :func:`gauges`.
-        model_name: a label of each.
-        engine: the replica's number, another one.
+        model_name: the name of the model, a label of each metric.
+        engine: the number of the replica, another label.
     """
     labels = {"model_name": model_name, "engine": str(engine)}
     found: list[Metric] = [Gauge(name, labels, value) for name, _, value in gauges(stats)]

@@ -16,10 +16,10 @@ from tritonllm.engine.text.pooling import PoolingAbility, pooling_state
 
 
 def check_call(request_id: object, priority: object, policy: str) -> None:
-    """Arguments that do not depend on the prompt.
+    """Check the arguments of a new request that do not depend on its prompt.
 
     Args:
-        policy: of the scheduler.
+        policy: the policy of the scheduler.
 
     Raises:
         ValueError: a bad ``request_id`` or ``priority``.
@@ -33,10 +33,10 @@ def check_call(request_id: object, priority: object, policy: str) -> None:
 
 
 class NewRequests:
-    """Those of one engine, in order of arrival.
+    """Makes the states of one engine's new requests.
 
     Args:
-        inputs: checks and tokenizes them.
+        inputs: checks and tokenizes requests.
         pooling: what the model can pool.
         scheduler: says how wide a beam search may be.
     """

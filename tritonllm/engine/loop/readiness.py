@@ -21,7 +21,8 @@ class ReadyRequest(NamedTuple):
 
 
 class Unscheduled:
-    """Those of one engine, in order of arrival."""
+    """The requests of one engine that are not scheduled yet, since they wait for a grammar or a transfer; in order of
+    arrival."""
 
     def __init__(self) -> None:
         self._states: dict[str, RequestState] = {}
@@ -48,7 +49,7 @@ class Unscheduled:
         self._states.clear()
 
     def wait(self, seconds: float = LONGEST_WAIT) -> None:
-        """Until something may have changed, but not for long."""
+        """Wait until something may have changed, but not for long."""
         states = self._states.values()
         futures = [state.grammar for state in states if state.grammar is not None and not state.grammar.done()]
         asked = [state.fetch.future for state in states if state.fetch is not None and state.fetch.future is not None]
@@ -58,7 +59,7 @@ class Unscheduled:
             time.sleep(min(1e-3, seconds))
 
     def ready(self) -> list[ReadyRequest]:
-        """Those that have all they waited for; they are here no more."""
+        """The requests that have all they waited for; they are removed from here."""
         found = []
         for state in [state for state in self._states.values() if _is_ready(state)]:
             del self._states[state.request_id]

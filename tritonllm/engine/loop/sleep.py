@@ -52,12 +52,14 @@ class SleepMethods:
 
     @property
     def takes_requests(self) -> bool:
-        """It is awake and has weights."""
+        """Whether the engine is awake and has weights."""
         return not (self._memory.asleep or self._memory.weights_lost)
 
     def check_sleep(self, level: int = 1) -> None:
-        """Raises:
-        ValueError: :meth:`sleep` would not do that, whatever runs.
+        """Check that :meth:`sleep` could do this, whatever runs.
+
+        Raises:
+            ValueError: :meth:`sleep` would not do that, whatever runs.
         """
         self._memory.check_level(level)
 
@@ -103,8 +105,10 @@ class SleepMethods:
         self._forget_cache()
 
     def _require_idle(self, what: str) -> None:
-        """Raises:
-        RuntimeError: a request is unfinished.
+        """Check that there are no requests, and take in the steps that were launched ahead.
+
+        Raises:
+            RuntimeError: a request is unfinished.
         """
         if self.has_unfinished_requests():
             raise RuntimeError(f"{what}: requests are unfinished: let them end, or abort them")

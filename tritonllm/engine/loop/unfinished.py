@@ -7,11 +7,12 @@ from tritonllm.engine.text.output_processor import RequestState, SequenceOutput
 
 
 class Unfinished:
-    """Them, in order of arrival.
+    """The unfinished requests of one engine, in order of arrival.
 
     Args:
-        sequences: theirs, by id, each with its request; changed in place, for those who look here.
-        events: are told of each that ends.
+        sequences: the sequences of these requests by id, each with its request; changed in place, for those who look
+            here.
+        events: told of each request that ends.
     """
 
     def __init__(self, sequences: dict[str, tuple[RequestState, SequenceOutput]], events: Announcer) -> None:
@@ -28,15 +29,19 @@ class Unfinished:
         return self._states.get(request_id)
 
     def check_free(self, request_id: str) -> None:
-        """Raises:
-        ValueError: a request has this id, and its end was not reported.
+        """Check that no unfinished request has this id.
+
+        Raises:
+            ValueError: a request has this id, and its end was not reported.
         """
         if request_id in self._states or request_id in self._lost:
             raise ValueError(f"request_id {request_id!r} is in use by an unfinished request")
 
     def check_sequences(self, state: RequestState) -> None:
-        """Raises:
-        ValueError: a sequence of another request has the id of one of these.
+        """Check that no sequence of another request has the id of one of this request's.
+
+        Raises:
+            ValueError: a sequence of another request has the id of one of these.
         """
         for sequence in state.sequences:
             if sequence.request.request_id in self._sequences:  # of a request that waits for its grammar, perhaps
@@ -80,5 +85,5 @@ class Unfinished:
         return list(lost.values())
 
     def drop_lost(self, request_id: str) -> EngineOutput | None:
-        """The same of one of them, if it was lost."""
+        """The last output of a request that was lost, which is removed from here; ``None`` if it was not lost."""
         return self._lost.pop(request_id, None)

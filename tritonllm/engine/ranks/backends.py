@@ -10,8 +10,8 @@ from tritonllm.engine.start.ranks import Ranks
 
 
 def ranks_of(config: EngineConfig, place: ExpertPlace | None = None) -> Ranks:
-    """As ``distributed_executor_backend`` says; or the engines that share experts with one that has a ``place`` among
-    them. Raises as :func:`launched_ranks` and :class:`RayRanks`."""
+    """The other ranks, started as ``distributed_executor_backend`` says; or the engines that share experts with one
+    that has a ``place`` among them. Raises as :func:`launched_ranks` and :class:`RayRanks`."""
     if place is not None:
         return SharedExpertRanks(config, place)
     if config.parallel.world_size == 1:

@@ -122,26 +122,28 @@ class Others(Protocol):
     """The other ranks, while steps run."""
 
     def check(self) -> None:
-        """Raises:
-        WorkerError: one has failed.
+        """Check that all other ranks run.
+
+        Raises:
+            WorkerError: one has failed.
         """
 
     def send(self, message: bytes | bytearray) -> None:
-        """To all of them. Raises as :meth:`check`."""
+        """Send a message to all other ranks. Raises as :meth:`check`."""
 
     def explain(self, error: BaseException | None) -> None:
         """Raise what broke a step here, if that is another rank's failure."""
 
     def end(self) -> None:
-        """End them; idempotent."""
+        """End the other ranks; idempotent."""
 
 
 class GroupExecutor:
     """Runs each step on all ranks.
 
     Args:
-        runner: of this rank, the first.
-        ranks: the others.
+        runner: the runner of this rank, the first.
+        ranks: the other ranks.
     """
 
     def __init__(self, runner: ModelRunner, ranks: Others) -> None:
@@ -150,23 +152,25 @@ class GroupExecutor:
 
     @property
     def model(self) -> CausalLM:
-        """This rank's part."""
+        """This rank's part of the model."""
         return self._runner.model
 
     @property
     def host(self) -> None:
-        """There is none with several ranks."""
+        """Always ``None``: with several ranks there is no tier in the host's memory."""
 
     @property
     def lockstep(self) -> None:
-        """There is none with several ranks."""
+        """Always ``None``: with several ranks there are no engines in lockstep."""
 
     def join(self) -> None:
-        """Nobody waits for this engine."""
+        """Does nothing: no other engine waits for this one."""
 
     def launch(self, plan: StepPlan) -> RunningStep | None:
-        """Raises:
-        WorkerError: a rank has failed, now or before.
+        """Build the plan's step, send it to the other ranks, and launch it here.
+
+        Raises:
+            WorkerError: a rank has failed, now or before.
         """
 
         def launch() -> RunningStep | None:
@@ -178,7 +182,7 @@ class GroupExecutor:
         return self._whole(launch)
 
     def draw(self, late: Restrictions) -> RunningStep:
-        """Raises as :meth:`launch`."""
+        """Draw the oldest step that is not drawn. Raises as :meth:`launch`."""
         drawn = self._whole(lambda: self._draw(late))
         assert drawn is not None
         return drawn
@@ -189,7 +193,8 @@ class GroupExecutor:
             self._whole(self._draw_abandoned)
 
     def _send(self, step: Step | None) -> None:
-        """To the others: the next step, or ``None`` for the draw of the oldest one, where that is not part of it."""
+        """Send the next step to the other ranks, or ``None`` for the draw of the oldest one, where that is not part of
+        it."""
         self._ranks.send(pack(step, self._claims.next()))
 
     def _draw(self, late: Restrictions) -> RunningStep:

@@ -61,8 +61,8 @@ class Wire:
     what rank 0 has sent, in that order and once, or nothing more.
 
     Args:
-        group: of all ranks, on the CPU.
-        key: that the ranks of this engine know, and nobody else.
+        group: the group of all ranks, on the CPU.
+        key: a secret that the ranks of this engine know, and nobody else.
     """
 
     def __init__(self, group: Group, key: bytes) -> None:
@@ -75,7 +75,7 @@ class Wire:
             self.group.broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8))
 
     def receive(self) -> memoryview:
-        """The next message.
+        """Receive the next message.
 
         Raises:
             IntruderError: it is not rank 0's next one.
@@ -213,7 +213,7 @@ class LaunchedRanks(Ranks):
 
     @staticmethod
     def _on_end(failure: GroupFailure, rank: int, host: str, error: OSError | None) -> None:
-        """Another rank's process has ended, or its host is lost."""
+        """Note that another rank's process has ended, or its host is lost."""
         if error is None:
             what = f"rank {rank}, on {host}, has ended: its own output says why"
         else:
@@ -224,7 +224,7 @@ class LaunchedRanks(Ranks):
             failure.tell(f"a rank of the launcher failed: {what}", False)
 
     def _key(self) -> bytes:
-        """Of rank 0's messages: another one for each engine, also with an operator's secret."""
+        """The key of rank 0's messages: another one for each engine, also with an operator's secret."""
         if self._place.rank == 0:
             self._store.set("engine", new_secret().hex())
         return digest(self._secret, "engine", self._store.get("engine"))
@@ -264,8 +264,10 @@ class LaunchedRanks(Ranks):
         self.wire.send(message)
 
     def explain(self, error: BaseException | None) -> None:
-        """Raises:
-        WorkerError: a collective broke, which is another rank's doing.
+        """Turn the error of a broken collective into that of the rank that broke it; other errors pass.
+
+        Raises:
+            WorkerError: a collective broke, which is another rank's doing.
         """
         if not isinstance(error, RuntimeError) or isinstance(error, WorkerError):
             return
@@ -306,7 +308,8 @@ def _leave(met: list[Team]) -> None:
 
 
 def _end_alone(host: str, error: OSError) -> None:
-    """As an error that nobody catches would. It cannot be raised where this rank waits, in gloo's code."""
+    """End this process as an error that nobody catches would, which cannot be raised where this rank waits, in gloo's
+    code."""
     lost = WorkerError(f"the host of rank 0, {host}, is lost ({error}): this rank ends")
     sys.excepthook(WorkerError, lost, None)
     os._exit(1)

@@ -38,10 +38,10 @@ class Follower:
         """Run the steps of rank 0 until it ends. Failures are told, not raised: Ray's wrapping hides the reason.
 
         Args:
-            config: of the engine, as the user gave it.
-            place: of this rank; Ray shows the process its own GPU only, as the first one.
-            host, port: of the door behind which the ranks meet.
-            secret: that is asked for there. It came over Ray, as the rest did.
+            config: the configuration of the engine, as the user gave it.
+            place: the place of this rank; Ray shows the process its own GPU only, as the first one.
+            host, port: the address of the door behind which the ranks meet.
+            secret: the secret that the door asks for. It came over Ray, as the rest did.
         """
         ready = False
 
@@ -77,8 +77,8 @@ class Followers:
     """The actors of an engine, and a thread that notices when one ends. The first failure ends all of them.
 
     Args:
-        config: of the engine.
-        size: number of ranks, rank 0 among them.
+        config: the configuration of the engine.
+        size: the number of ranks, rank 0 among them.
         failure: is told what has gone wrong, once something has.
 
     Raises:

@@ -24,11 +24,11 @@ AT_THE_END = 100  # exit priority
 
 
 class SharedExpertRanks(Ranks):
-    """The others, seen from one engine. They have no part in its requests.
+    """The other engines that share experts with this one, as its ranks. They have no part in its requests.
 
     Args:
-        config: the engine's.
-        place: of this engine.
+        config: the configuration of the engine.
+        place: the place of this engine among them.
     """
 
     def __init__(self, config: EngineConfig, place: ExpertPlace) -> None:

@@ -35,18 +35,18 @@ SPIN = 0.05  # seconds that a worker of a GPU waits for a step without a sleep, 
 
 
 class RankPlace(NamedTuple):
-    """Where a rank is.
+    """Which rank a process is, and where it meets the others.
 
     Attributes:
-        rank: of all.
-        port: of the store on this machine at which the ranks meet.
+        rank: the number of the rank, among all ranks.
+        port: the port on this machine of the store at which the ranks meet.
     """
 
     rank: int
     port: int
 
     def join(self, parallel: ParallelConfig, device: torch.device) -> Team:
-        """Meet the others."""
+        """Meet the other ranks, and return the groups that they form."""
         store = dist.TCPStore("127.0.0.1", self.port, is_master=False)
         return meet(store, self.rank, parallel, device, timeout=START_PATIENCE)
 
@@ -55,7 +55,7 @@ def run_worker(config: EngineConfig, rank: int, port: int, mailbox: Mailbox, rep
     """The process's main function.
 
     Args:
-        config: of the engine, as the user gave it.
+        config: the configuration of the engine, as the user gave it.
         rank, port: see :class:`RankPlace`.
         mailbox: brings steps as bytes; an empty message ends the process.
         reports: gets a :class:`Report` when the rank meets the others, when it is ready, and if it fails.
@@ -97,7 +97,7 @@ class Following:
     """Runs the steps that rank 0 sends, and compares some with its own.
 
     Args:
-        runner: of this rank.
+        runner: the runner of this rank.
     """
 
     def __init__(self, runner: ModelRunner) -> None:

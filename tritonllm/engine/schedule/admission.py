@@ -23,8 +23,8 @@ class Demand(NamedTuple):
     Attributes:
         cached: blocks that hold its beginning.
         blocks: the others of its known tokens, and those cached ones that nobody uses: so many must be free.
-        seats: its own, and those of siblings that are to begin with it.
-        others: blocks of those siblings.
+        seats: how many seats the request and those siblings take that are to begin with it.
+        others: how many blocks these siblings need.
     """
 
     cached: Sequence[int]
@@ -59,8 +59,10 @@ class Admission:
         self._tier = tier
 
     def check(self, request: Request) -> None:
-        """Raises:
-        ValueError: the pool cannot hold the request's prompt and a new token.
+        """Check that the pool is large enough for a request.
+
+        Raises:
+            ValueError: the pool cannot hold the request's prompt and a new token.
         """
         length, pools = len(request.prompt_token_ids), request.pooling is not None  # then its new token takes no room
         needed = -(-(length + (not pools)) // self._block_tokens)

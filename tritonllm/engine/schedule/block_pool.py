@@ -53,7 +53,7 @@ class BlockPool:
         return sum(1 for block in blocks if refs[block])
 
     def keeps(self, block: int) -> bool:
-        """Nobody uses it, and its contents can be found."""
+        """Whether nobody uses the block, and its contents can be found."""
         return not self._refs[block] and self._labels[block] is not None
 
     def kept(self) -> list[int]:

@@ -35,7 +35,8 @@ def fork(parent: Request, child: Request, pool: BlockPool, block_tokens: int, ha
 
 
 def move(child: Request, parent: Request, pool: BlockPool, block_tokens: int) -> None:
-    """As :func:`free` and :func:`fork` of a child that has blocks, which takes no time in those that both have."""
+    """Move a child that has blocks to a parent's, as :func:`free` and :func:`fork`; takes no time in those that both
+    have."""
     both = 0
     for mine, theirs in zip(child.block_ids, parent.block_ids, strict=False):
         if mine != theirs:

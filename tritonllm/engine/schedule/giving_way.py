@@ -25,7 +25,7 @@ def first_behind(running: Sequence[Request], waiting: Request | None) -> int:
 
 
 def most_blocks(running: Sequence[Request], place: int, pool: BlockPool) -> int:
-    """At most so many blocks are free for a request once all from ``place`` on have given way, with one left for each
+    """How many blocks are free at most for a request once all from ``place`` on have given way, with one left for each
     before it. Takes no time in numbers of blocks."""
     return pool.num_free - place + sum(len(request.block_ids) + 1 for request in running[place:])
 
@@ -41,12 +41,13 @@ def who_gives_way(
     """How many of the last running requests give way, gang by gang; ``None`` if all that may are too few.
 
     Args:
-        running: in order.
-        place: those from here on may give way. Those before keep what they have, and one block is left for each.
-        demand: what is wanted.
-        pool: the blocks.
-        seats: so many requests may run.
-        new_blocks: what a request that stays needs for the step that is being planned.
+        running: the running requests, in order.
+        place: running requests from this index on may give way. Those before keep what they have, and one block is left
+            for each.
+        demand: what the waiting request needs.
+        pool: the pool of blocks.
+        seats: how many requests may run at once.
+        new_blocks: returns how many new blocks a request that stays needs for the step that is being planned.
     """
     stay, gangs = len(running), list[int]()
     free = pool.num_free - place - sum(map(new_blocks, running[place:]))

@@ -39,7 +39,7 @@ class HostTier:
         rates: say whether loading pays.
 
     Attributes:
-        done: so many batches are known to have ended.
+        done: how many batches are known to have ended.
         loading: running requests that wait for loads, each with the number of the last batch that it waits for.
         tells: somebody asks :meth:`take_stored` what was stored.
         streams: blocks are copied while the step runs that fills them; if not, with the next plan (for measurements).
@@ -101,9 +101,9 @@ class HostTier:
         return label in self._slot_of
 
     def lend(self, count: int) -> list[int]:
-        """At most so many slots for somebody who writes into them, until :meth:`take_back`; in order, because blocks
-        that are neighbours here and where they come from are copied together. Half of all slots are never lent. Takes
-        time in the number of slots that are lent or that copies touch, not in all."""
+        """Lend at most so many slots to somebody who writes into them, until :meth:`take_back`; in order, because
+        blocks that are neighbours here and where they come from are copied together. Half of all slots are never lent.
+        Takes time in the number of slots that are lent or that copies touch, not in all."""
         if self.done < self._under_way.unknown:
             return []
         touched = self._stores.keys() | self._read | self._under_way.slots()
@@ -136,7 +136,7 @@ class HostTier:
         """A lent slot is not needed any more.
 
         Args:
-            label: of what was written into it; ``None`` if nothing, or nothing good.
+            label: the digest of the block that was written into it; ``None`` if nothing was, or nothing valid.
         """
         if self._lent.pop(slot) is not None:
             return  # it has been read, and is still what it was
@@ -240,7 +240,7 @@ class HostTier:
         Args:
             there: blocks that it shares; some may still be on their way.
             slots: what comes back from here, found a moment ago.
-            blocks: its new blocks, of which the first take what comes back.
+            blocks: the request's new blocks, of which the first take what comes back.
         """
         self.overwrite(blocks)
         last = self._under_way.last_load(there)
@@ -264,7 +264,7 @@ class HostTier:
         """The plan is made. Returns what goes with it.
 
         Args:
-            runs: there is a step; without one the batch is left for the next plan.
+            runs: whether there is a step; without one the batch is left for the next plan.
         """
         wait, stores = self._wait, [(block, slot) for slot, (_, block) in self._stores.items()]
         loads = [(slot, block) for block, slot in self._loads.items()]
@@ -280,7 +280,8 @@ class HostTier:
         """The plan is made, and :meth:`finish` has said what goes before its step. Returns what is copied meanwhile.
 
         Args:
-            beside: that is possible. Else the blocks that the step fills are stored with the next plan.
+            beside: whether blocks can be copied while the step runs. Else those that it fills are stored with the next
+                plan.
         """
         filled, self._filled = self._filled, {}
         if not (beside and self.streams):

@@ -15,10 +15,10 @@ class MicroBatches:
     """Which sequences may be in the next step: those of one of the batches that the stages work on at once.
 
     Args:
-        stages: of the pipeline. With one, every sequence may be in every step.
+        stages: how many stages the pipeline has. With one, every sequence may be in every step.
 
     Attributes:
-        are_taken: there is more than one stage.
+        are_taken: whether there is more than one stage.
     """
 
     def __init__(self, stages: int) -> None:

@@ -46,7 +46,7 @@ class PrefixCache:
         return self.pool.find_leading(self.labels(request))
 
     def labels(self, request: Request) -> list[bytes]:
-        """Of the blocks that :meth:`match` looks for."""
+        """The digests of the full blocks that :meth:`match` looks for, those of the request's leading tokens."""
         if request.computes_all:
             return []
         return self._digests(request, (request.num_tokens - 1) // self.block_tokens)

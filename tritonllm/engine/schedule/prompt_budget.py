@@ -35,9 +35,9 @@ class PromptShare:
     """What prompts may have of a step that is being planned; found out when the first of them asks.
 
     Args:
-        most: tokens of a step.
-        running: requests that run.
-        waiting: those that wait.
+        most: the most tokens of a step.
+        running: the requests that run.
+        waiting: the queue of waiting requests.
 
     Attributes:
         granted: the share; ``None`` while no prompt has asked.
@@ -52,7 +52,8 @@ class PromptShare:
 
     @staticmethod
     def _in_chunks(request: Request) -> bool:
-        """Not so a prompt that is pooled, which may have to be computed at once, and the few tokens of a jump."""
+        """Whether the prompt may be computed in chunks. A prompt that is pooled may not, for it may have to be computed
+        at once, nor the few tokens of a jump."""
         if request.pooling is not None:
             return False
         left = request.num_tokens - request.num_computed_tokens
@@ -64,8 +65,8 @@ class PromptShare:
             return budget
         if self.left is None:
             behind = [r.num_tokens + r.num_pending_tokens - 1 - r.num_computed_tokens for r in self._running]
-            # A request that the token in flight ends waits for no step. (Prompts with max_tokens=1 alone, as a server
-            # that only prefills gets them, were taken in by ever smaller steps.)
+            # A request that the token in flight ends waits for no step. (If it did, prompts with max_tokens=1 alone, as
+            # a server that only prefills gets them, would be taken in by ever smaller steps.)
             decodes = self._decodes or any(
                 tokens == 0 and r.num_tokens + r.num_pending_tokens < r.length_limit
                 for tokens, r in zip(behind, self._running, strict=True)

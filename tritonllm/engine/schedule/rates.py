@@ -9,13 +9,14 @@ WEIGHT = 0.2  # of a step in the average
 
 @dataclass
 class Rates:
-    """What was measured.
+    """What was measured of loading blocks from the host's memory and of computing prompts.
 
     Attributes:
-        block_bytes: of one block in all layers.
-        block_tokens: tokens of a block, over all ranks.
-        bytes_per_second: of loads; measured at the start.
-        seconds_per_token: of prompts; an average over large steps, 0 as long as there was none: then loading pays.
+        block_bytes: how many bytes one block takes in all layers.
+        block_tokens: how many tokens a block holds, over all ranks.
+        bytes_per_second: how fast blocks are loaded; measured at the start.
+        seconds_per_token: how long a prompt's token takes, an average over large steps; 0 as long as there was none:
+            then loading pays.
     """
 
     block_bytes: int = 1

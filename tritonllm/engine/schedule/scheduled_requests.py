@@ -27,17 +27,17 @@ class ScheduledRequests:
     """The unfinished requests of an engine.
 
     Args:
-        seats: so many requests may run at once.
+        seats: how many requests may run at once.
         pool: the blocks that running requests hold.
         block_tokens: tokens of a block, over all ranks.
         tier: where blocks are kept in the host's memory; ``None`` for nowhere.
         keeps_own: the tier keeps what a preempted request leaves (else it has that already, by the prefix cache).
 
     Attributes:
-        waiting: those that wait, the preempted ones included.
-        running: in order.
-        just_ended: by the results that were taken in last, by id.
-        preemptions: since the start.
+        waiting: the queue of waiting requests, the preempted ones included.
+        running: the running requests, in order.
+        just_ended: the requests that ended by the results that were taken in last, by id.
+        preemptions: how many requests were preempted since the start.
     """
 
     def __init__(self, seats: int, pool: BlockPool, block_tokens: int, tier: HostTier | None, keeps_own: bool) -> None:
@@ -78,14 +78,14 @@ class ScheduledRequests:
         child.admission = next(self._admissions)  # the runner must look at its blocks anew
 
     def preempt_last(self, count: int = 1, *, crowded: bool = True) -> list[Request]:
-        """The last ones in order give back their seats and blocks, and wait to be computed anew.
+        """Preempt the last running requests: they give back their seats and blocks, and wait to be computed anew.
 
         Args:
-            count: so many; more than one are of one user's request.
-            crowded: the cache is too small for those that run. (Else one that comes before them wants to.)
+            count: how many requests; more than one are of one user's request.
+            crowded: whether the cache is too small for those that run. (Else one that comes before them wants to.)
 
         Returns:
-            Them, the last one first.
+            The preempted requests, the last one first.
         """
         requests = [self.running.pop() for _ in range(count)]
         for request in requests:
@@ -105,7 +105,7 @@ class ScheduledRequests:
         return requests
 
     def end(self, request: Request, status: RequestStatus, stop_reason: int | str | None) -> None:
-        """In whatever state it is; its seat and blocks are free at once."""
+        """End a request in whatever state it is; its seat and blocks are free at once."""
         runs = request.status is RequestStatus.RUNNING
         request.status, request.stop_reason = status, stop_reason
         del self._unfinished[request.request_id]
@@ -133,7 +133,7 @@ class ScheduledRequests:
         reason.
 
         Args:
-            drop: so many of its last tokens came after the end.
+            drop: how many of its last tokens came after the end.
 
         Raises:
             ValueError: an unknown request, or a status that is not a finished one.

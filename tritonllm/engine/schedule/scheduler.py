@@ -79,10 +79,10 @@ class Scheduler:
         block_tokens: tokens of a block, over all ranks that have some of its keys (``EngineConfig.block_tokens``).
         num_blocks: blocks in the pool.
         max_model_len: most tokens of prompt and output together.
-        drafting: how many drafts requests have in steps of their last tokens, as far as tokens and their lengths allow.
+        drafting: says how many drafts each request has in a step of its last token, as far as tokens and lengths allow.
         tier: where blocks are kept in the host's memory; ``None`` for nowhere.
-        stages: of a pipeline: so many plans run before the first of them is drawn.
-        enable_prefix_caching: reuse the blocks of prompts seen before.
+        stages: how many stages the pipeline has: so many plans run before the first of them is drawn.
+        enable_prefix_caching: whether the blocks of prompts seen before are reused.
 
     Attributes:
         admission_end: why the last plan took no more of those that wait.
@@ -145,7 +145,7 @@ class Scheduler:
 
     @property
     def running(self) -> Sequence[Request]:
-        """In order."""
+        """The running requests, in the order in which they are scheduled."""
         return self._running
 
     @property
@@ -287,7 +287,7 @@ class Scheduler:
             request: unfinished, with no token in flight.
 
         Returns:
-            Those that do not come after its end.
+            The request, with those of the tokens that do not come after its end.
         """
         output = request.output_token_ids
         output += tokens
@@ -391,7 +391,7 @@ class Scheduler:
 
         Args:
             step: gets what comes of it.
-            place: of the first running request of lower priority; the step has none of these yet.
+            place: the index of the first running request of lower priority; the step has none of these yet.
 
         Returns:
             Why it did not fit; ``None`` if it did.
@@ -426,8 +426,8 @@ class Scheduler:
         return None
 
     def _preempt_gangs(self) -> list[Request]:
-        """If the blocks will not last for this step, preempt whole gangs from the back, and single requests between
-        them; the only one that is left is preempted by its members, where it must."""
+        """Preempt whole gangs from the back, and single requests between them, if the blocks will not last for this
+        step; the only gang that is left is preempted by its members, where it must."""
         preempted: list[Request] = []
         if self.pool.num_free >= self._most_new_blocks * len(self._running) or not any(
             request.siblings for request in self._running

@@ -38,11 +38,12 @@ def most_verified(config: SpeculativeConfig | None, limits: SchedulerConfig) -> 
 
 
 def relative_cost(sequences: int, drafts: int, draft_cost: float = 0.0, depth: int | None = None) -> float:
-    """Of a step that verifies so many drafts of each of so many sequences, in plain steps.
+    """How long a step takes, in plain steps, that verifies ``drafts`` drafts of each of ``sequences`` sequences.
 
     Args:
-        draft_cost: of a decode step of the draft model, in those of the model. A plain step has one, too.
-        depth: of a tree of drafts, for each level of which the draft model runs once; by default they are a chain.
+        draft_cost: how long a decode step of the draft model takes, in those of the model. A plain step has one, too.
+        depth: the depth of a tree of drafts, for each level of which the draft model runs once; by default they are a
+            chain.
     """
     verified = LAUNCHES * (ROWS + sequences * (1 + drafts)) / (ROWS + sequences)
     return (verified + (1 + (drafts if depth is None else depth)) * draft_cost) / (1 + draft_cost)
@@ -50,14 +51,15 @@ def relative_cost(sequences: int, drafts: int, draft_cost: float = 0.0, depth: i
 
 @dataclass
 class DraftCounts:
-    """Totals since the start.
+    """What verified drafts came to, as totals since the start.
 
     Attributes:
-        num_drafts: sequences of steps that had drafts to verify.
-        num_draft_tokens: those drafts.
-        num_accepted_tokens: of them, the ones that were right.
-        num_accepted_tokens_per_pos: of these, the first ones, the second ones, and so on.
-        draft_seconds: what making them has taken on the device, in captured steps too. Not the verdict.
+        num_drafts: how many sequences of steps had drafts to verify.
+        num_draft_tokens: how many drafts these sequences had.
+        num_accepted_tokens: how many of these drafts were right.
+        num_accepted_tokens_per_pos: how many of those were the first of their sequence in a step, the second, and so
+            on.
+        draft_seconds: how long making the drafts has taken on the device, in captured steps too, without the verdict.
     """
 
     num_drafts: int = 0
@@ -82,14 +84,14 @@ def count_positions(counts: list[int], drafted: int, accepted: int) -> None:
 
 
 class Drafting:
-    """What a scheduler asks.
+    """How many drafts a scheduler plans for each request, and whether a step verifies at all.
 
     Args:
-        most: drafts of a sequence in a step; 0 turns all of this off.
-        verified: most sequences of a step that verifies.
-        adaptive: plain steps where drafts do not pay; otherwise every step verifies that may.
+        most: how many drafts a sequence may have in a step; 0 plans none.
+        verified: how many sequences a step that verifies may have.
+        adaptive: whether to plan plain steps where drafts do not pay; otherwise every step verifies that may.
         draft_cost: see :func:`relative_cost`.
-        depth: of a tree of drafts: most that can be right; by default all of them.
+        depth: how many drafts of a tree can be right, one behind the other; by default all of them.
     """
 
     def __init__(
@@ -148,7 +150,7 @@ class Drafting:
 
 
 def _has_prompts(scheduled: Sequence[ScheduledRequest]) -> bool:
-    """Some request computes more than its last token and drafts behind it, or has a prompt that is pooled."""
+    """Whether some request computes more than its last token and drafts behind it, or has a prompt that is pooled."""
     return any(
         not item.samples or item.num_tokens - item.drafts > 1 or item.request.pooling is not None for item in scheduled
     )

@@ -32,12 +32,13 @@ def own_labels(request: Request, block_tokens: int) -> tuple[list[bytes], list[b
 
 @dataclass
 class Swap:
-    """Blocks of one user's request, by their labels.
+    """Blocks of one user's request in the host's memory, by their labels.
 
     Attributes:
-        prompt: what the others are of no use without. Like ``own`` in order: dicts serve as sets.
-        own: of the sequences that are still out.
-        returns: a sequence has come back by a copy, so the others do, too.
+        prompt: the blocks of the prompt, without which the others are of no use. Like ``own`` in order: dicts serve as
+            sets.
+        own: blocks behind the prompt, of the sequences that are still preempted.
+        returns: whether a sequence has come back by a copy, so that the others do, too.
     """
 
     prompt: dict[bytes, None] = field(default_factory=dict)

@@ -31,6 +31,7 @@ class EngineArgs(VllmEngine):
     allow_nan: bool = False
     seed: int | None = None
     generation_config: str = "auto"
+    override_generation_config: str | dict[str, Any] | None = None
     runner: str = "auto"
     convert: str = "auto"
     pooler_config: str | dict[str, Any] | PoolerConfig | None = None
@@ -68,8 +69,10 @@ class EngineArgs(VllmEngine):
     structured_outputs_backend: str = "auto"
 
     def create_engine_config(self) -> EngineConfig:
-        """Raises:
-        ValueError: a bad value, or one that we lack; the message names the argument.
+        """The engine's configuration that these arguments ask for.
+
+        Raises:
+            ValueError: a bad value, or one that we lack; the message names the argument.
         """
         return EngineConfig.from_kwargs(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
 

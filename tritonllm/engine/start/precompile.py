@@ -43,9 +43,10 @@ class Target(NamedTuple):
     """What kernels are compiled for.
 
     Attributes:
-        arch: of an NVIDIA GPU, 90 for compute capability 9.0.
-        name: of the GPU whose tuning tables hold, ``"NVIDIA H200"`` say; ``None`` for built-in launch configurations.
-        dtype: of weights and activations.
+        arch: the architecture of an NVIDIA GPU: 90 for compute capability 9.0.
+        name: the name of the GPU whose tuning tables hold, as ``"NVIDIA H200"``; ``None`` for built-in launch
+            configurations.
+        dtype: the dtype of weights and activations.
         max_model_len: the longest sequence that may come.
     """
 
@@ -90,7 +91,7 @@ def _launch_all(spec: ModelSpec, config: EngineConfig, target: Target, draft: Mo
 
 
 def _without_repeats(spec: ModelSpec, target: Target, team: Team, **how: Any) -> Decoder:
-    """One layer of each kind, without memory."""
+    """A model with one layer of each kind, without memory."""
     small = dataclasses.replace(spec, layers=tuple(spec.layers[place] for place in spec.distinct_layers()))
     pipe, count = team.pipe, small.num_layers
     begin = 0 if pipe.first or count == 1 else 1  # the first layer of all, which may differ, is the first stage's

@@ -60,10 +60,10 @@ class Ranks:
     device_index = 0
 
     def begin(self) -> None:
-        """Start them; they load while this rank does."""
+        """Start the other ranks; they load while this rank does."""
 
     def join(self, device: torch.device) -> Team:
-        """Meet them."""
+        """Meet the other ranks, and return the groups that they form; here this rank is alone."""
         return ALONE
 
     def lead(self, runner: ModelRunner) -> Executor:
@@ -71,7 +71,7 @@ class Ranks:
         return runner
 
     def end(self) -> None:
-        """End them; idempotent."""
+        """End the other ranks; idempotent."""
 
     def __enter__(self) -> "Ranks":
         return self

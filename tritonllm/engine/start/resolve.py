@@ -122,7 +122,8 @@ def for_encoder(config: EngineConfig, spec: ModelFacts, limit: int) -> EngineCon
 
 
 def most_blocks(config: EngineConfig, spec: ModelFacts) -> int:
-    """Of which the cache makes use. An encoder's prompt has blocks for one step only, and two steps are in flight."""
+    """How many blocks the cache can make use of. An encoder's prompt has blocks for one step only, and two steps are in
+    flight."""
     if spec.causal or config.cache.num_blocks is not None:
         return sys.maxsize
     scheduler, size = config.scheduler, config.block_tokens

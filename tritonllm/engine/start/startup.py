@@ -66,7 +66,7 @@ logger = logging.getLogger(__name__)
 
 
 def tokenizer_of(config: ModelConfig, folder: Path) -> Any:
-    """That of the model in ``folder``, or what the user names; ``None`` for token ids only.
+    """Load the tokenizer of the model in ``folder``, or the one that the user names; ``None`` for token ids only.
 
     Raises:
         ValueError: there is none, or it cannot be read.
@@ -96,7 +96,7 @@ def log_ready(
     """Say in one line what was started; what a user asks first when an engine is slow or its cache is small.
 
     Args:
-        config: with everything resolved.
+        config: the configuration, with everything resolved.
         begin: when the start began, by ``time.monotonic``.
     """
     cache = config.cache
@@ -172,8 +172,10 @@ class Prepared(NamedTuple):
 
 
 def read_origin(config: EngineConfig) -> Origin:
-    """Raises:
-    ValueError: no checkpoint, a bad configuration, or a model that cannot be cut for so many ranks.
+    """Find the checkpoint, and read what the model is; no weights are loaded.
+
+    Raises:
+        ValueError: no checkpoint, a bad configuration, or a model that cannot be cut for so many ranks.
     """
     model, parallel, size = config.model, config.parallel, config.parallel.tensor_parallel_size
     how: dict[str, Any] = {"trust_remote_code": model.trust_remote_code, "load_format": model.load_format}
@@ -223,7 +225,7 @@ def prepare(config: EngineConfig, origin: Origin, device_index: int = 0) -> Prep
 
 
 def load_part(origin: Origin, prepared: Prepared, team: Team) -> tuple[CausalLM, CausalLM | None]:
-    """This rank's part of the model, with its weights, and the draft model, which only the first stage has.
+    """Load this rank's part of the model, with its weights, and the draft model, which only the first stage has.
 
     Raises:
         ValueError: as :func:`load_model`, or the ranks have read different placements of experts.
@@ -334,7 +336,9 @@ def load_parts(config: EngineConfig, ranks: Ranks) -> EngineParts:
     origin = read_origin(config)
     folder, spec, modules = origin.folder, origin.spec, origin.modules
     generation_config = read_generation_config(config.model.generation_config, folder)
-    defaults = default_params(config.model.generation_config, generation_config)
+    defaults = default_params(
+        config.model.generation_config, generation_config, config.model.override_generation_config
+    )
     pooling = PoolingAbility.of(config.model, spec, checkpoint.read_config(folder), modules)
     with ranks:
         with background_compiler(spec, config, origin.draft) as compiler:  # leaving the block waits for it

@@ -121,7 +121,7 @@ class StepBuilder:
         return min(max(map(_num_blocks, requests)) + behind, self.seats.tables.shape[1])
 
     def _shared_prefix(self, tables: np.ndarray, seq_lens: np.ndarray, longest: int) -> SharedPrefix | None:
-        """Of decodes of at most ``longest`` tokens."""
+        """The prefix that decodes of at most ``longest`` tokens share; ``None`` if none is planned."""
         if self._planner is None or not self._planner.may_plan(len(tables), longest):
             return None
         return self._planner.plan(tables, seq_lens)
@@ -144,14 +144,14 @@ class StepBuilder:
         tables: np.ndarray,
         rows: np.ndarray,
     ) -> StepInputs[np.ndarray]:
-        """The arrays.
+        """The input arrays of a step.
 
         Args:
-            items: a sequence each.
-            columns: their starts and ends (exclusive, without drafts), whether they are sampled from, and whether only
-                the device knows their last token.
-            tables: their blocks.
-            rows: seats of those that are sampled from.
+            items: the sequences of the step, each with its part of it.
+            columns: for each sequence, where it starts and ends (exclusive, without drafts), whether it is sampled
+                from, and whether only the device knows its last token.
+            tables: the sequences' block tables.
+            rows: the seats of the sequences that are sampled from.
         """
         starts, ends, samples, in_flight = columns
         n, each = segments.decode.sequences, max(1, segments.verify.longest)

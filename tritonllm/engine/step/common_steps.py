@@ -16,12 +16,12 @@ class Need(NamedTuple):
     """What decides which captured step holds a step.
 
     Attributes:
-        decodes: sequences that decode.
-        tokens: of prompts.
-        chunks: sequences of those.
-        late: it ends with the hidden states, and is drawn when the host has had its say.
-        eager: it cannot be a captured one.
-        rows: its tokens, or the rows that are sampled from, if they are more.
+        decodes: how many sequences decode.
+        tokens: how many tokens of prompts the step computes.
+        chunks: how many sequences these tokens belong to.
+        late: whether the step ends with the hidden states, and is drawn when the host has had its say.
+        eager: whether no captured step can hold it.
+        rows: how many tokens the step has, or rows that are sampled from, if these are more.
     """
 
     decodes: int = 0
@@ -33,10 +33,10 @@ class Need(NamedTuple):
 
     @classmethod
     def of(cls, step: Step, rows: int = 0) -> "Need":
-        """Of one that is captured if there is room. Steps with drafts have rooms of their own.
+        """The need of a step that is captured if there is room. Steps with drafts have rooms of their own.
 
         Args:
-            rows: so many are sampled from, with padding.
+            rows: how many rows are sampled from, with padding.
         """
         decode, verify, chunk = step.segments
         eager = bool(verify.sequences or (chunk.tokens and (step.wants_all or step.shared is not None)))

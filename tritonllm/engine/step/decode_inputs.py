@@ -14,10 +14,10 @@ from tritonllm.engine.data.step_inputs import StepInputs
 
 
 class DecodeInputs:
-    """Makes them.
+    """Makes the input arrays of decodes.
 
     Args:
-        most: decodes of a step.
+        most: how many decodes a step may have.
     """
 
     def __init__(self, most: int) -> None:
@@ -44,9 +44,9 @@ class DecodeInputs:
 
         Args:
             items: the decodes.
-            in_flight: whose last token only the device knows.
-            ends, seats: of each, int64.
-            limits: of each, int32.
+            in_flight: for each decode, whether only the device knows its last token.
+            ends, seats: for each decode its length and its seat, int64.
+            limits: for each decode, how many of its positions may get a slot, int32.
         """
         n = len(items)
         input_ids = starts = self._unknown[:n]

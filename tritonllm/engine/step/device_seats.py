@@ -18,8 +18,8 @@ class DeviceSeats:
         seats: most requests running at once.
         block_tokens: tokens of a block, over all ranks.
         device: where they are.
-        most_drafts: of a sequence; 0 if there never are any.
-        history: so many tokens of each sequence are kept, for a drafter that looks back.
+        most_drafts: most drafts of a sequence; 0 if there never are any.
+        history: how many tokens of each sequence are kept, for a drafter that looks back.
 
     Attributes:
         drawn: ``[seats]`` int64, the token of each row of the step that ran last.

@@ -40,13 +40,13 @@ class LaunchedStep(NamedTuple):
     """A step whose layers were launched, on this rank.
 
     Attributes:
-        step: which.
-        batch: the same on the device.
-        hidden: what came of it, ``[T, hidden]``, or with ``narrowed`` ``[R, hidden]``.
-        tokens: what a graph has drawn, if it has.
+        step: the step that was launched.
+        batch: the arrays of the step on the device.
+        hidden: the hidden states that it computes, ``[T, hidden]``, or with ``narrowed`` ``[R, hidden]``.
+        tokens: the tokens that a graph has drawn; ``None`` if none were drawn yet.
         drafted: the drafts that it verifies (:meth:`DeviceSeats.drafted`); ``None`` if it verifies none.
-        narrowed: only the rows that are sampled from are wanted.
-        captured: it was a graph: there may be padding.
+        narrowed: whether only the rows that are sampled from are wanted.
+        captured: whether the step was a graph, so that there may be padding.
     """
 
     step: Step
@@ -62,7 +62,7 @@ class Outcome(NamedTuple):
     """What a step's tokens are drawn from, and what is made of its other hidden states.
 
     Attributes:
-        hidden: of the rows that are sampled from, and of padding.
+        hidden: the hidden states of the rows that are sampled from, and of padding.
         prompt_logprobs, pooled: see :class:`~tritonllm.engine.data.results.RunningStep`.
     """
 
@@ -75,17 +75,17 @@ class Drawing:
     """Draws the tokens of steps.
 
     Args:
-        model: computes the logits.
+        model: the model, which computes the logits.
         seats: hold what is drawn, for the next step.
-        sampler: draws.
-        pooler: of prompts that are not continued.
+        sampler: draws the tokens.
+        pooler: pools the prompts that are not continued.
         group: the ranks that share the model, or its first stage.
-        device: where all of this is.
-        tree: that drafts form; ``None`` for a chain.
+        device: the device that all of this is on.
+        tree: the tree that drafts form; ``None`` for a chain.
 
     Attributes:
-        by_shards: the ranks can draw from their own columns.
-        finds_limits: also rows with limits.
+        by_shards: whether the ranks can draw from their own columns of the logits.
+        finds_limits: whether they can do so for rows with ``top_k``, ``top_p`` or ``min_p``, too.
     """
 
     def __init__(
@@ -125,13 +125,14 @@ class Drawing:
                 self._draw_by_shards(hidden, SamplingRows(ones, numbers.int(), ones, ones, numbers, numbers), numbers)
 
     def warm_up_drafts(self, hidden: torch.Tensor) -> None:
-        """The same of ``hidden[R (G + 1), hidden]``, of R sequences with G drafts each."""
+        """As :meth:`warm_up`, with ``hidden[R (G + 1), hidden]`` of R sequences with G drafts each."""
         logits = self._model.compute_logits(hidden)
         if self._group.leads:
             self._sampler.warm_up_drafts(logits, self._seats.drafts[: len(hidden) // (1 + self._seats.drafts.shape[1])])
 
     def warm_up_scores(self, tokens: int) -> None:
-        """To logits, of as many rows as so many prompt tokens have at once in :meth:`prompt_logprobs`."""
+        """Compute logits of as many rows as so many prompt tokens have at once in :meth:`prompt_logprobs`; for
+        warm-up."""
         if self._model.spec.logits:
             rows = min(tokens, PROMPT_LOGPROB_ROWS)
             size = rows, self._model.spec.hidden_size
@@ -211,12 +212,12 @@ class Drawing:
         return running, tokens
 
     def _draw_by_shards(self, hidden: torch.Tensor, sampling: SamplingRows, out: torch.Tensor) -> torch.Tensor:
-        """The tokens of rows, on every rank: of those without limits, and where it ``finds_limits`` of all.
+        """The tokens of rows, on every rank: of rows without limits, and where it ``finds_limits`` of all rows.
 
         Args:
-            hidden: ``[R, hidden]``, and perhaps padding.
-            sampling: of the R rows.
-            out: ``[R]`` int64, where they are written; returned.
+            hidden: ``[R, hidden]``, and perhaps rows of padding.
+            sampling: the sampling parameters of the R rows.
+            out: ``[R]`` int64, where the tokens are written; returned.
         """
         assert isinstance(self._model, Decoder)  # its logits lie on several ranks
         first = self._model.first_own_logit
@@ -248,7 +249,7 @@ class Drawing:
         return self._group.broadcast(verdict.ids[:rows])
 
     def prompt_logprobs(self, step: Step, hidden: torch.Tensor) -> Iterator[tuple[str, int, LogprobTensors]]:
-        """In parts, each computed when it is asked for."""
+        """The log-probabilities of prompt tokens, in parts, each computed when it is asked for."""
         for span in step.prompt_spans:
             rows = hidden[span.row : span.row + len(span.token_ids)]
             (chosen,) = upload([span.token_ids], self._device)

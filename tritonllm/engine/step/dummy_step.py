@@ -24,11 +24,11 @@ def dummy_step(
     It stores nothing and reads no weights' values.
 
     Args:
-        rows: sequences that are sampled from.
-        width: of the block table.
-        shared: with a plan for a shared prefix, which nobody shares.
+        rows: how many sequences are sampled from.
+        width: the width of the block table, in blocks.
+        shared: whether there is a plan for a shared prefix, which nobody shares.
         longest: what the step says of its decodes' lengths.
-        drafts: to verify, of each decode.
+        drafts: how many drafts each decode has to verify.
     """
     segments = Segments(decodes(num_decodes), chunk=Segment(len(chunks), sum(chunks), max(chunks, default=0)))
     if drafts:

@@ -44,15 +44,15 @@ Capture = Callable[[Callable[[], Outputs], bool], tuple[torch.cuda.CUDAGraph, Ou
 
 @dataclass(frozen=True)
 class GraphLimits:
-    """What steps can come.
+    """The bounds of the steps that can come.
 
     Attributes:
-        max_num_seqs: most sequences of a step.
+        max_num_seqs: the most sequences of a step.
         token_sizes: room for prompt tokens, see :func:`~tritonllm.engine.step.room_sizes.token_sizes`.
-        max_blocks: the widest block table.
-        block_tokens: tokens of a block, over all ranks.
-        drafts: of each sequence in a step that verifies some.
-        verified: most sequences of such a step.
+        max_blocks: the width of the widest block table.
+        block_tokens: how many tokens a block holds, over all ranks.
+        drafts: how many drafts each sequence has in a step that verifies some.
+        verified: the most sequences of such a step.
         by_shards: ranks can draw from their parts of the logits; steps of decodes alone do, if their rows allow it.
     """
 
@@ -72,10 +72,11 @@ class GraphKey(NamedTuple):
         decodes: room for sequences that decode.
         tokens: room for prompt tokens; 0 for a step of decodes alone.
         max_decode_len: the bound of the lengths' regime, see :mod:`tritonllm.layers.regime`.
-        shared: some decodes share a prefix.
-        drafts: to verify, of each of them.
-        late: it ends with the hidden states, and is drawn outside, perhaps when the host has had its say.
-        by_shards: each rank draws from its part of the logits.
+        shared: whether some decodes share a prefix.
+        drafts: how many drafts each decode has to verify.
+        late: whether the graph ends with the hidden states, so that the step is drawn outside, perhaps when the host
+            has had its say.
+        by_shards: whether each rank draws from its part of the logits.
     """
 
     decodes: int
@@ -109,7 +110,8 @@ class GraphCapture:
         rehearsal: see :class:`~tritonllm.models.interface.CausalLM`; inside the block a model runs one layer of each
             kind.
         device: a CUDA device.
-        threads: others call CUDA meanwhile: NCCL's, which asks whether the collectives before have ended.
+        threads: whether other threads call CUDA meanwhile: NCCL's, which asks whether the collectives before have
+            ended.
     """
 
     def __init__(
@@ -149,10 +151,10 @@ class Captured:
     """A graph, the batch that it reads, and what a replay of it writes.
 
     Attributes:
-        hidden: of decodes alone a row each, with drafts one for each of these, too; else the rows that are sampled
-            from.
-        tokens: of each sequence; ``None`` if the graph does not draw.
-        marks: says where its layers end; ``None`` if nobody asks.
+        hidden: the hidden states that a replay writes: of a step of decodes alone one row for each, and one for each of
+            its drafts; else the rows that are sampled from.
+        tokens: the token of each sequence that is drawn; ``None`` if the graph does not draw.
+        marks: says where the step's layers end; ``None`` if nobody asks.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -166,13 +168,13 @@ class StepGraphs:
     """Captured steps, which all read the same buffers.
 
     Args:
-        work: what is captured.
-        limits: of steps.
+        work: the functions that are captured.
+        limits: the bounds of steps.
         device: a CUDA device.
-        may_share: whether a step of so many decodes can come with a shared prefix.
-        regimes: of the lengths that steps can have.
-        capture: what captures.
-        mark: makes what says where the layers of a step with prompts end; ``None``: nobody asks.
+        may_share: returns whether a step of so many decodes can come with a shared prefix.
+        regimes: the regimes of the lengths that steps can have.
+        capture: captures a function as a graph.
+        mark: makes the object that says where the layers of a step with prompts end; ``None``: nobody asks.
     """
 
     def __init__(
@@ -218,7 +220,7 @@ class StepGraphs:
         return len(self._graphs)
 
     def _keys(self, room_key: RoomKey, late: bool) -> Iterator[GraphKey]:
-        """Of the graphs of a room that are captured at the start."""
+        """The keys of a room's graphs that are captured at the start."""
         decodes, tokens, drafts = room_key
         alone = not (tokens or drafts)
         may_share = alone and decodes in self._plans and decodes in (self._late if late else self._shared)

@@ -21,11 +21,11 @@ class Pooler:
     """Pools the prompts of steps, in the order in which they run.
 
     Args:
-        seats: most requests running at once.
-        hidden_size: of the model.
-        device: where it is.
-        head: of the classifier or reward model, if it is one.
-        projection: what embeddings go through behind the model, if its files have that.
+        seats: how many requests may run at once.
+        hidden_size: the size of the model's hidden states.
+        device: the device that the model is on.
+        head: the head of a classifier or reward model; ``None`` for other models.
+        projection: the layers that embeddings go through behind the model; ``None`` if the model's files have none.
     """
 
     def __init__(
@@ -43,12 +43,12 @@ class Pooler:
     def pool(
         self, spans: Sequence[PooledSpan], rows: torch.Tensor, everything: torch.Tensor | None
     ) -> list[PooledRows]:
-        """What becomes of a step's prompts.
+        """Pool the prompts of a step.
 
         Args:
-            spans: of the step.
-            rows: ``[R, hidden]``, of the tokens that are sampled from.
-            everything: ``[T, hidden]``, of all tokens, if a span wants more than its last one.
+            spans: the spans of the pooled prompts in the step.
+            rows: ``[R, hidden]``, the hidden states of the tokens that are sampled from.
+            everything: ``[T, hidden]``, the hidden states of all tokens, if a span wants more than its last one.
 
         Returns:
             Results on the device: of prompts that end here, and of tokens that are wanted one by one.

@@ -42,12 +42,12 @@ class Preparation:
     engine's memory until Python looks for it.
 
     Attributes:
-        model: whose steps these are.
-        config: the engine's.
-        device: where the model is.
+        model: the model that the steps run.
+        config: the configuration of the engine.
+        device: the device that the model is on.
         team: the ranks that share the model.
-        sizes: of steps.
-        regimes: of the lengths that steps can have.
+        sizes: the bounds of the steps.
+        regimes: the regimes of the lengths that steps can have.
         caches: the blocks of all models.
         drafts: tokens that are proposed, which steps verify.
         drawing: what follows the hidden states.

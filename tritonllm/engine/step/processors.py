@@ -45,8 +45,10 @@ Maker = Callable[[int, int, torch.device], BatchLogitsProcessor]
 
 
 def load_maker(maker: str | Maker) -> Maker:
-    """Raises:
-    ValueError: there is no such module, or it has no such name.
+    """Import a function that makes logits processors, if it is given as ``"module:name"``.
+
+    Raises:
+        ValueError: there is no such module, or it has no such name.
     """
     if not isinstance(maker, str):
         return maker
@@ -63,13 +65,13 @@ def _said(error: Exception) -> str:
 
 
 class BatchProcessors:
-    """Those of an engine.
+    """The logits processors of one engine, which see whole batches.
 
     Args:
-        makers: of each.
-        seats: most requests running at once.
-        vocab: size of the vocabulary.
-        device: of the logits.
+        makers: for each processor, the function that makes it, or its ``"module:name"``.
+        seats: how many requests may run at once.
+        vocab: the size of the vocabulary.
+        device: the device that the logits are on.
     """
 
     def __init__(self, makers: Sequence[str | Maker], seats: int, vocab: int, device: torch.device) -> None:

@@ -44,7 +44,7 @@ def decode_sizes(max_num_seqs: int, tokens: int) -> list[int]:
     nothing.
 
     (With room for 8, 64 and 256, and prompts of 64, 256, 512 and 1024 tokens, a prompt of 128 tokens beside 70 decodes
-    was a step of 512 rows, and took Llama-3.1-8B 13.1 ms on an H200; of 208 it takes 7.9.)
+    would be a step of 512 rows, which takes Llama-3.1-8B 13.1 ms on an H200; one of 208 takes 7.9.)
     """
     sizes = [max_num_seqs]
     if tokens > SMALL[-1]:

@@ -46,11 +46,11 @@ class ModelRunner:
     """The model, its cache, its sampler and the captured steps.
 
     Args:
-        model: loaded, on ``device``.
-        config: the engine's.
-        device: where the model is.
+        model: the loaded model, on ``device``.
+        config: the configuration of the engine.
+        device: the device that the model is on.
         max_model_len: the longest sequence that may come.
-        pooler: of prompts that are not continued; by default one without a head.
+        pooler: pools the prompts that are not continued; by default one without a head.
         draft: the draft model, loaded, on ``device``, if the configuration has one.
         memory: where the cache's memory is from; by default torch.
         team: the ranks that share the model. All run the same steps. Rank 0 draws, and the others of its stage get its
@@ -115,7 +115,7 @@ class ModelRunner:
 
     @property
     def stages(self) -> int:
-        """So many steps are launched before the first of them is drawn."""
+        """How many stages the pipeline has: so many steps are launched before the first of them is drawn."""
         return self._pipe.stages
 
     @property
@@ -212,7 +212,7 @@ class ModelRunner:
         """Allocate the cache, compile the kernels and capture the decode steps.
 
         Args:
-            num_blocks: at most what :meth:`fit_num_blocks` said.
+            num_blocks: how many blocks the cache gets, at most what :meth:`fit_num_blocks` said.
             max_model_len: the longest sequence that may come, if that is less than before.
         """
         self._sizes = dataclasses.replace(self._sizes, max_model_len=max_model_len)
@@ -260,7 +260,7 @@ class ModelRunner:
         return self.finish(self._undrawn.popleft(), late)
 
     def abandon(self) -> None:
-        """Nobody wants the tokens of steps that are not drawn."""
+        """Forget the steps that are not drawn, whose tokens nobody wants."""
         self._undrawn.clear()
 
     @torch.inference_mode()

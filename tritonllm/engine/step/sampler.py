@@ -26,7 +26,7 @@ class Drawn(NamedTuple):
 
     Attributes:
         tokens: ``[R]`` int64, or ``[R, G]`` of a step with drafts, -1 behind those of a row; valid until the next draw.
-        logprobs: of the model's own distribution, before edits, if a request wants them.
+        logprobs: log-probabilities under the model's own distribution, before edits, if a request wants them.
         errors: what went wrong in requests' processors, by request id.
         whole: rows whose requests want the whole vocabulary, with those. Each is computed when it is asked for, before
             the next draw: one row takes 28 bytes a token of the vocabulary, and 256 at once would take a gigabyte.
@@ -42,11 +42,11 @@ class Sampler:
     """Draws tokens, and keeps the edits of each seat on the device.
 
     Args:
-        drawn: ``[seats]`` int64, where tokens are written.
-        vocab: size of the vocabulary.
-        processors: change the logits of whole steps.
-        verdict: where those of steps with drafts are written; ``None`` if there never are any.
-        tree: that drafts form; ``None`` for a chain.
+        drawn: ``[seats]`` int64, where drawn token ids are written.
+        vocab: the size of the vocabulary.
+        processors: logits processors, which change the logits of whole steps.
+        verdict: where the verdicts of steps with drafts are written; ``None`` if there never are any.
+        tree: the tree that drafts form; ``None`` for a chain.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Sampler:
         return sample(logits, *inputs, masks=masks, workspace=self._workspace, out=self._drawn[: len(logits)])
 
     def _masks(self, masks: RowMasks | None, rows: int) -> TokenMasks | None:
-        """Those of so many rows, on the device, if some have one."""
+        """The masks of ``rows`` rows, on the device; ``None`` if no row has one."""
         return None if masks is None else upload_masks(masks, rows, self._size[1], self._drawn.device)
 
     def _no_masks(self, rows: int) -> TokenMasks:
@@ -179,8 +179,8 @@ class Sampler:
 
         Args:
             logits: ``[R, V]`` float32; rows of requests that change them are overwritten.
-            step: whose R rows they are.
-            late: what the host lets come next.
+            step: the step that the R rows belong to.
+            late: the restrictions of the rows, which the host has just found.
         """
         batch = self._wanting(step)
         changed = step.edited is not None or late != FREE or batch is not None

@@ -27,14 +27,14 @@ class SeatTable:
         tables: ``[seats, max_blocks]`` int32, block tables. Beyond a request's blocks they hold what was there before.
         parameters: what sampling wants, each ``[seats]``.
         limits: ``[seats]`` int32: how many tokens of a sequence may have their keys and values stored.
-        changed: some of it since :meth:`take_parameters`.
+        changed: whether parameters have changed since :meth:`take_parameters`.
         edited_lens: ``[seats]`` int64: logits are edited while the sequence is shorter.
         edits_told: ``[seats]`` bool: the device has been told how.
         logprobs: ``[seats]`` int64: how many of the most likely tokens to report; -1 for no report.
         limited: seats to which ``top_k``, ``top_p`` or ``min_p`` leave a part of the vocabulary.
         edited: seats whose logits are edited, at least while the sequence is short.
         reported: seats that want log-probabilities.
-        whole_logprobs: those of them that want the whole vocabulary's; their ``logprobs`` is 0.
+        whole_logprobs: seats among the reported ones that want the whole vocabulary's; their ``logprobs`` is 0.
         controlled: seats of which the host decides which tokens may come.
         pooled: seats whose prompts are pooled. All of these are sets because they are empty in most steps, and nothing
             is as quick to ask.

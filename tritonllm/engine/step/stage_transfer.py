@@ -36,14 +36,14 @@ class Passed(NamedTuple):
 
 
 class StageTransfer:
-    """A stage's side of it.
+    """Takes the steps of a pipeline over from the stage before, and passes them on to the next.
 
     Args:
-        pipe: the stages.
-        model: this stage's part.
-        seats: of the first stage.
-        ranks: of all stages.
-        device: of the model.
+        pipe: the stages of the pipeline, seen from this one.
+        model: this stage's part of the model.
+        seats: the seats of the first stage's device.
+        ranks: how many ranks all stages have together.
+        device: the device that the model is on.
     """
 
     def __init__(self, pipe: Pipeline, model: Decoder, seats: DeviceSeats, ranks: int, device: torch.device) -> None:
@@ -64,7 +64,7 @@ class StageTransfer:
         return self._pipe.most_kept * tokens * model.spec.hidden_size * model.dtype.itemsize
 
     def take_over(self, batch: Batch) -> None:
-        """Behind what the host has sent of a step, before its layers: what the stage before has made of it."""
+        """Receive a step from the stage before: behind what the host has sent of it, and before its layers."""
         if not self._pipe.first:
             assert self._model.incoming is not None  # it was reserved
             self._pipe.receive(batch.sent)
@@ -95,7 +95,8 @@ class StageTransfer:
         )
 
     def newest_evidence(self) -> Evidence | None:
-        """Of the step that was passed on last; a stage that draws nothing forgets the step with it."""
+        """What the ranks compare of the step that was passed on last; a stage that draws nothing forgets the step with
+        it."""
         return self._passed[-1].evidence if self._pipe.first else self._passed.pop().evidence
 
     def take_back(self, launched: LaunchedStep) -> LaunchedStep:
@@ -107,7 +108,7 @@ class StageTransfer:
         return launched._replace(hidden=hidden)
 
     def settle(self) -> Evidence | None:
-        """Behind the draw of the oldest step; returns what the ranks compare of it."""
+        """Note the drawn tokens of the oldest step; returns what the ranks compare of it."""
         seats, evidence = self._passed.popleft()
         all_seats = np.full(len(self._seats.drawn), -1, dtype=np.int32)
         all_seats[: len(seats)] = seats
@@ -115,6 +116,6 @@ class StageTransfer:
         return evidence
 
     def warm_up(self) -> None:
-        """Every kernel of its own."""
+        """Run every kernel that only this stage's transfers need."""
         if self._pipe.first:
             self._seats.settle(torch.full_like(self._seats.drawn, -1, dtype=torch.int32))

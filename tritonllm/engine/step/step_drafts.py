@@ -23,20 +23,20 @@ class StepDrafts:
     """Drafts of one runner's steps; without speculation it does nothing.
 
     Args:
-        config: the engine's.
-        model: whose tokens are drafted.
+        config: the configuration of the engine.
+        model: the model whose tokens are drafted.
         draft: the draft model or head, loaded, if the configuration has one.
         max_model_len: the longest sequence that may come.
-        device: of all of it.
-        proposes: this rank does; behind the first stage of a pipeline drafts come with a step.
+        device: the device that the models and drafts are on.
+        proposes: whether this rank makes drafts; behind the first stage of a pipeline they come with a step.
 
     Attributes:
-        most: drafts of a sequence; 0 if there never are any.
-        verified: most sequences of a step that verifies drafts.
-        tree: that they form; ``None`` for a chain.
-        model: what drafts with weights and a cache of its own; ``None`` for nothing.
-        drafter: proposes them; ``None`` for nobody.
-        cost: of a decode step of the draft model, in those of the model; 0 without one.
+        most: how many drafts a sequence may have; 0 if there never are any.
+        verified: the most sequences of a step that verifies drafts.
+        tree: the tree that drafts form; ``None`` for a chain.
+        model: a drafter that has weights and a cache of its own; ``None`` if there is none.
+        drafter: proposes the drafts; ``None`` if this rank does not.
+        cost: how long a decode step of the draft model takes, in decode steps of the model; 0 without one.
     """
 
     def __init__(
@@ -76,7 +76,8 @@ class StepDrafts:
         """Put drafts into a step that verifies some, once its seats are settled; returns the step as it runs.
 
         Args:
-            group: its first rank's drafts are taken, also of a draft model whose last bits differ between GPUs.
+            group: the ranks that share the model. The first one's drafts are taken, also of a draft model whose last
+                bits differ between GPUs.
         """
         if not batch.metadata.segments.verify.sequences:
             return batch
@@ -104,8 +105,8 @@ class StepDrafts:
         self.model.settle(batch, rows)
 
     def tell_tokens(self, new: Sequence[SeatTokens], seats: DeviceSeats) -> None:
-        """Of requests that are new to their seats. In one copy: each takes a block of pinned memory, and a step may
-        admit hundreds of requests."""
+        """Tell the drafter the tokens of requests that are new to their seats. In one copy: each takes a block of
+        pinned memory, and a step may admit hundreds of requests."""
         past = [request.past for request in new if request.past is not None]
         there = upload([*(request.token_ids for request in new), *past], self._device)
         for request, tokens in zip(new, there, strict=False):

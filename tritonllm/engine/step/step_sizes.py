@@ -15,13 +15,13 @@ class StepSizes:
     """The bounds of one runner's steps.
 
     Attributes:
-        scheduler: says how many sequences and tokens a step has at most.
-        block_tokens: tokens of a block, over all ranks.
+        scheduler: the scheduler's configuration, which says how many sequences and tokens a step has at most.
+        block_tokens: how many tokens a block holds, over all ranks.
         max_model_len: the longest sequence that may come, in tokens.
-        captures: steps are captured as CUDA graphs.
-        host_bound: tokens of a step from which on the GPU takes longer than the host for its launches.
-        drafts: of each sequence in a step that verifies some; 0 if there never are any.
-        verified: most sequences of such a step.
+        captures: whether steps are captured as CUDA graphs.
+        host_bound: from how many tokens of a step on the GPU takes longer than the host for its launches.
+        drafts: how many drafts each sequence has in a step that verifies some; 0 if there never are any.
+        verified: the most sequences of such a step.
     """
 
     scheduler: SchedulerConfig
@@ -36,7 +36,8 @@ class StepSizes:
     def of(
         cls, config: EngineConfig, model: CausalLM, drafts: StepDrafts, max_model_len: int, pipe: Pipeline
     ) -> "StepSizes":
-        """Those of a runner with these parts. All stages of ``pipe`` call it: their steps have equally many tokens."""
+        """The sizes of a runner with these parts. All stages of ``pipe`` call it: their steps have equally many
+        tokens."""
         return cls(
             scheduler=config.scheduler,
             block_tokens=config.block_tokens,
@@ -49,7 +50,7 @@ class StepSizes:
 
     @property
     def max_blocks(self) -> int:
-        """Of a sequence, with what drafts behind its last token read."""
+        """How many blocks a sequence has at most, with those that drafts behind its last token read."""
         return -(-(self.max_model_len + self.drafts) // self.block_tokens)
 
     @property
@@ -59,7 +60,7 @@ class StepSizes:
 
     @property
     def most_tokens(self) -> int:
-        """Of a step, padding included."""
+        """How many tokens a step has at most, padding included."""
         captured = max(self.captured_tokens, default=0)
         verified = self.verified * (1 + self.drafts)
         padded = self.scheduler.max_num_seqs + max(captured, 1)  # 1: the warm-up has a prompt's token beside decodes

@@ -14,7 +14,7 @@ def _begin(rows: int) -> int:
 
 
 def upload_masks(masks: RowMasks, rows: int, vocab: int, device: torch.device) -> TokenMasks:
-    """Those of a step of ``rows`` rows in one copy, without waiting for it."""
+    """Copy the masks of a step of ``rows`` rows to the device, in one copy and without waiting for it."""
     begin, (count, words) = _begin(rows), masks.words.shape
     packed = host_bytes(4 * (begin + masks.words.size), device).view(torch.int32)
     host = packed.numpy()

@@ -34,15 +34,15 @@ def warm_up_sizes(budget: int) -> list[int]:
 
 
 class Work(NamedTuple):
-    """What steps do.
+    """The functions that steps are made of.
 
     Attributes:
         forward: ``(batch, rows[R] or None) -> hidden``, ``[R, hidden]`` or all T.
         sample: ``hidden[R, hidden]`` to tokens: logits and every kind of sampling that requests may ask for.
-        verify: the same for steps with drafts.
-        score: so many tokens of a prompt to logits, as its log-probabilities ask for.
+        verify: as ``sample``, for steps with drafts.
+        score: computes the logits of so many tokens of a prompt, as its log-probabilities ask for.
         copy: copies blocks of the cache.
-        may_share: whether a step of so many decodes can come with a plan for their shared prefix.
+        may_share: returns whether a step of so many decodes can come with a plan for their shared prefix.
     """
 
     forward: Forward
@@ -55,16 +55,16 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StepLimits:
-    """What steps can come.
+    """The bounds of the steps that can come.
 
     Attributes:
-        block_tokens: tokens of a block, over all ranks.
-        max_model_len: the longest sequence.
-        max_num_seqs: most sequences of a step.
-        max_num_batched_tokens: most tokens of a step.
+        block_tokens: how many tokens a block holds, over all ranks.
+        max_model_len: the length of the longest sequence, in tokens.
+        max_num_seqs: the most sequences of a step.
+        max_num_batched_tokens: the most tokens of a step.
         padded: tokens of steps that captured ones have by their padding; they lie between the powers of two.
-        drafts: of each sequence in a step that verifies some; 0 if there never are any.
-        verified: most sequences of such a step.
+        drafts: how many drafts each sequence has in a step that verifies some; 0 if there never are any.
+        verified: the most sequences of such a step.
     """
 
     block_tokens: int
@@ -77,20 +77,20 @@ class StepLimits:
 
 
 class WarmUp:
-    """Dummy steps on one device.
+    """Runs dummy steps on one device, so that their kernels are compiled and loaded before requests come.
 
     Args:
-        work: what they do.
-        limits: what of them there are.
-        regimes: of the lengths.
-        device: where they run.
+        work: the functions that steps are made of.
+        limits: the bounds of the steps that can come.
+        regimes: the regimes of the lengths that steps can have.
+        device: the device that the steps run on.
     """
 
     def __init__(self, work: Work, limits: StepLimits, regimes: Regimes, device: torch.device) -> None:
         self._work, self._limits, self._regimes, self._device = work, limits, regimes, device
 
     def run(self) -> None:
-        """Every step."""
+        """Run a step of every kind that has kernels of its own."""
         self._work.copy()
         widest = -(-self._limits.max_model_len // self._limits.block_tokens)
         every_width = sorted({*warm_up_sizes(widest), widest})
@@ -128,7 +128,7 @@ class WarmUp:
                     self.verify_step(sequences, width)
 
     def largest_steps(self, deterministic: bool) -> None:
-        """Those that need most memory, which then stays with the allocator for later ones."""
+        """Run the steps that need most memory, which then stays with the allocator for later ones."""
         self.prefill_step(self._limits.max_num_batched_tokens)
         self._work.score(self._limits.max_num_batched_tokens)
         if deterministic:
@@ -161,17 +161,18 @@ class WarmUp:
         all_wanted: bool = False,
         sample: bool = True,
     ) -> None:
-        """``tokens`` prompt tokens.
+        """Run a step of ``tokens`` prompt tokens.
 
         Args:
             width: blocks that a sequence has room for, if that is more than it needs: before the tokens could come
                 others, cached. Kernels for many keys are other ones.
             longest: tokens of a prompt; by default as many as may be.
-            rows: of which logits are wanted, which is all that the last layer goes on with; by default as many as
-                there are seats.
-            all_wanted: the last layer goes on with all tokens, as where a prompt's log-probabilities are asked for.
-                A step of more tokens than seats, which otherwise ends with few rows, has other launches at its end.
-            sample: end with the sampling, which is the same for every width.
+            rows: how many tokens' logits are wanted, which are all that the last layer goes on with; by default as many
+                as there are seats.
+            all_wanted: whether the last layer goes on with all tokens, as where a prompt's log-probabilities are asked
+                for. A step of more tokens than seats, which otherwise ends with few rows, has other launches at its
+                end.
+            sample: whether to end with the sampling, which is the same for every width.
         """
         length = min(tokens, self._limits.max_model_len, longest or tokens)
         lengths = [end - start for start, end in pairwise([*range(0, tokens, length), tokens])]
@@ -191,13 +192,13 @@ class WarmUp:
         shared: bool = False,
         prompt_token: bool = False,
     ) -> None:
-        """Decodes of empty sequences.
+        """Run a step of decodes of empty sequences.
 
         Args:
-            width: of the block table, which the kernels of prompts and of a shared prefix depend on.
-            longest: so many keys the step says that they have.
-            shared: with a plan for a shared prefix.
-            prompt_token: beside a prompt of one token: a step of decodes alone has kernels of its own.
+            width: the width of the block table, in blocks; kernels of prompts and of a shared prefix depend on it.
+            longest: how many keys the step says that its longest decode has.
+            shared: whether the step has a plan for a shared prefix.
+            prompt_token: whether there is a prompt of one token, too: a step of decodes alone has kernels of its own.
         """
         step = dummy_step(sequences, [1] * prompt_token, rows=0, width=width, shared=shared, longest=longest)
         self._work.forward(self._upload(step), None)

@@ -31,7 +31,7 @@ class AnswerText(Protocol):
     """Follows the text of one output.
 
     Attributes:
-        decided: so many characters are known to be thought or answer.
+        decided: how many characters are known to be thought or answer.
     """
 
     decided: int
@@ -40,9 +40,9 @@ class AnswerText(Protocol):
         """What is new of the answer.
 
         Args:
-            text: of the whole output.
-            token: its newest one, which may have no text; ``None``: none has come.
-            ended: there will be no more.
+            text: the text of the whole output so far.
+            token: the newest token id of the output, which may have no text; ``None`` if none has come.
+            ended: whether the output has ended.
         """
 
 
@@ -51,8 +51,8 @@ class Tagged:
 
     Args:
         begin, end: the tags.
-        tokens: theirs, which count as well where the text does not show them; ``None`` if they have none.
-        inside: the prompt has begun the thought.
+        tokens: the token ids of the two tags, which count as well where the text does not show them; ``None`` without.
+        inside: whether the prompt has begun the thought.
     """
 
     def __init__(self, begin: str, end: str, tokens: tuple[int, int] | None, inside: bool) -> None:
@@ -161,7 +161,7 @@ class ThoughtMarks:
     """How the model of a tokenizer may write thoughts.
 
     Args:
-        vocabulary: of the tokenizer.
+        vocabulary: token ids by token, of the tokenizer.
     """
 
     def __init__(self, vocabulary: Mapping[str, int]) -> None:
@@ -170,11 +170,11 @@ class ThoughtMarks:
         self._tags = next((tags for tags in THOUGHTS if self._tokens.keys() >= set(tags)), THOUGHTS[0])
 
     def follow(self, form: ThoughtFormat, prompt: Sequence[int], decode: Callable[[Sequence[int]], str]) -> AnswerText:
-        """What follows one output.
+        """Returns an object that splits the text of one output into thought and answer.
 
         Args:
-            form: of the output.
-            prompt: may have begun a thought.
+            form: how the output writes its thoughts, as the request says.
+            prompt: the prompt's token ids, which may have begun a thought.
             decode: makes the text of tokens, special ones among it.
         """
         if form.kind == "channels" or (form.kind is None and form.begin is None and CHANNEL in self._tokens):

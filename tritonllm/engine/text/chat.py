@@ -132,8 +132,8 @@ def _first_rendered(tokenizer: Any, messages: list[dict[str, Any]], options: Cha
 
 
 def _filled(message: dict[str, Any]) -> dict[str, Any]:
-    """The same for templates that join texts, where an assistant that calls a tool says nothing, or that go through a
-    call's arguments, where these are no object."""
+    """A copy of a message for templates that join texts and go through a call's arguments: an assistant that calls a
+    tool has the empty text as its content, and arguments that are no object become one."""
     filled = {**message, "content": message.get("content") or ""}
     if message.get("tool_calls"):
         filled["tool_calls"] = [_with_object(call) for call in message["tool_calls"]]
@@ -148,8 +148,8 @@ def _with_object(call: Any) -> Any:
 
 
 def _in_turns(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same for templates that know one message of the system, at the beginning, and then turns that alternate: what
-    the system says later is the user's text, and texts of one role in a row are one message."""
+    """Messages for templates that know one system message at the beginning and then turns that alternate: what the
+    system says later is the user's text, and texts of one role in a row are one message."""
     turns: list[dict[str, Any]] = []
     for message in messages:
         role = "system" if message["role"] == "developer" else message["role"]

@@ -42,11 +42,11 @@ ONE_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")  # how SentencePiece names a token
 
 
 def bytes_of(tokenizer: Any, token: int, text: str) -> bytes:
-    """What a token stands for. Part of a character has no text, so that its name has to tell.
+    """The bytes that a token stands for. Part of a character has no text, so that the token's name has to tell.
 
     Args:
         tokenizer: a transformers tokenizer; ``None``: there is none.
-        text: of the token by itself.
+        text: the text of the token by itself.
     """
     if tokenizer is not None and REPLACEMENT in text:
         name = tokenizer.convert_ids_to_tokens(token)
@@ -123,7 +123,7 @@ class IncrementalDetokenizer:
         skip_special_tokens, spaces_between_special_tokens: as in :class:`SamplingParams`.
 
     Attributes:
-        text: so far.
+        text: the text so far.
     """
 
     def __init__(

@@ -1,6 +1,7 @@
 """What a model's own files say of how to continue a prompt: what ends an output, and the default parameters."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def end_tokens(spec: ModelFacts, generation_config: dict[str, Any], tokenizer: A
 
 
 def read_generation_config(source: str, model: Path) -> dict[str, Any]:
-    """That of the model (``auto`` and ``vllm``), or of another folder.
+    """Read the ``generation_config.json`` of the model (``auto`` and ``vllm``), or of another folder.
 
     Raises:
         ValueError: no such folder, or no such file in it.
@@ -48,16 +49,31 @@ def read_generation_config(source: str, model: Path) -> dict[str, Any]:
     return checkpoint.read_generation_config(folder)
 
 
-def default_params(source: str, generation_config: dict[str, Any]) -> SamplingParams:
+def default_params(
+    source: str, generation_config: Mapping[str, Any], override: Mapping[str, Any] | None = None
+) -> SamplingParams:
     """How a request is continued that brings no parameters; vLLM reads the same entries.
 
+    Args:
+        source: ``generation_config`` of the engine; with ``vllm`` the file's entries do not count.
+        override: entries that count more than the file's (``override_generation_config``).
+
     Raises:
-        ValueError: an entry outside its range.
+        ValueError: an entry outside its range, or an unknown one to override.
     """
-    if source == "vllm":
-        return SamplingParams()
-    values = {name: generation_config[entry] for entry, name in DEFAULTED.items() if entry in generation_config}
+    unknown = [entry for entry in override or () if entry not in DEFAULTED]
+    if unknown:
+        raise ValueError(f"override_generation_config has {unknown[0]!r}: it may have {', '.join(DEFAULTED)}")
+    where, values = "generation_config.json", _values({} if source == "vllm" else generation_config)
     try:
-        return SamplingParams.from_optional(**{name: value for name, value in values.items() if value is not None})
+        params = SamplingParams.from_optional(**values)
+        where = "override_generation_config"
+        return SamplingParams.from_optional(**values | _values(override)) if override else params
     except ValueError as error:
-        raise ValueError(f"generation_config.json: {error}; pass generation_config='vllm' to ignore it") from error
+        way_out = "; pass generation_config='vllm' to ignore it" if where.endswith("json") else ""
+        raise ValueError(f"{where}: {error}{way_out}") from error
+
+
+def _values(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of SamplingParams, of the entries that say something."""
+    return {name: entries[entry] for entry, name in DEFAULTED.items() if entries.get(entry) is not None}

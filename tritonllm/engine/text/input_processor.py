@@ -83,16 +83,18 @@ def _pack(ids: Sequence[int], limit: int) -> "array[int] | None":
 
 
 class InputProcessor:
-    """Args:
-    tokenizer: a transformers tokenizer, or ``None`` for token ids only.
-    vocab_size: of the model.
-    max_model_len: most tokens of prompt and output together.
-    eos_token_ids: tokens that end an output.
-    seed: the engine's, for requests without one.
-    default_params: of requests that bring none.
-    takes_extra_args: there are logits processors, who may read them.
-    transfer_params: checks what requests say of other engines; by default those of an engine that asks none.
-    structured_outputs_backend: what makes masks of structured outputs.
+    """Makes the requests of the engine from prompts and parameters: checks them, tokenizes, and fills in defaults.
+
+    Args:
+        tokenizer: a transformers tokenizer, or ``None`` for token ids only.
+        vocab_size: the size of the model's vocabulary.
+        max_model_len: most tokens of prompt and output together.
+        eos_token_ids: tokens that end an output.
+        seed: the engine's seed, for requests without one.
+        default_params: the sampling parameters of requests that bring none.
+        takes_extra_args: whether there are logits processors, which may read ``extra_args``.
+        transfer_params: checks what requests say of other engines; by default those of an engine that asks none.
+        structured_outputs_backend: what makes masks of structured outputs.
     """
 
     def __init__(
@@ -124,7 +126,7 @@ class InputProcessor:
         self._last_words: tuple[tuple[str, ...], tuple[tuple[int, ...], ...]] = (), ()
 
     def copied(self) -> "InputProcessor":
-        """The same with a tokenizer of its own, for another thread."""
+        """A copy with a tokenizer of its own, for another thread."""
         copied = copy.copy(self)
         copied.tokenizer = copy.deepcopy(self.tokenizer)
         copied._pieces = None if self._pieces is None else self._pieces.copied(copied.tokenizer)
@@ -147,7 +149,7 @@ class InputProcessor:
 
         Args:
             truncate: keep so many of the last ones; -1: as many as may be, with one new token.
-            continued: there must be room for one new token.
+            continued: whether there must be room for one new token.
             separated: the last token is a separator: keep it and the first ones.
 
         Raises:
@@ -244,7 +246,7 @@ class InputProcessor:
         return pair
 
     def check_ids(self, ids: list[int], name: str = "prompt_token_ids") -> "array[int]":
-        """Packed token ids.
+        """Check token ids, and return them packed.
 
         Raises:
             ValueError: one is not of the vocabulary.
@@ -356,7 +358,7 @@ class InputProcessor:
     def _controls(
         self, prompt: TokenizedPrompt, params: SamplingParams, grammar: Future[Any] | None
     ) -> tuple[Control, ...]:
-        """Of one continuation."""
+        """The controls of one continuation, which decide the tokens that may come next."""
         controls: list[Control] = []
         if grammar is not None:
             assert params.structured_outputs is not None  # whose grammar it is

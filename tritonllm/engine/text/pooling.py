@@ -34,18 +34,18 @@ class PoolingAbility:
     """What an engine's model can do beside generating, or instead.
 
     Attributes:
-        architecture: of the model.
+        architecture: the name of the model's architecture.
         refuses_generation: why it does not generate; ``None`` if it does.
-        tasks: that it can be asked for.
-        how: of a task that pools sequences.
-        causal: its tokens see none behind them.
-        token_types: kinds of tokens that it knows; 0 for none.
-        labels: outputs of its head.
-        label_names: what ``config.json`` calls them; nothing if it does not.
-        step_tag_id: of token classification only these tokens are reported unless the request says.
-        activation: of those.
-        normalize: embeddings are normalized unless the request says.
-        width: elements of an embedding.
+        tasks: the pooling tasks that the model can be asked for.
+        how: how each task that pools sequences does so, by the task's name.
+        causal: whether a token sees none of those behind it.
+        token_types: how many kinds of tokens the model knows; 0 for none.
+        labels: how many outputs the model's head has.
+        label_names: the names of these outputs in ``config.json``; empty if it has none.
+        step_tag_id: the token id to whose positions token classification is limited unless the request says otherwise.
+        activation: the function that is applied to the outputs of the head.
+        normalize: whether embeddings are normalized unless the request says otherwise.
+        width: how many elements an embedding has.
         matryoshka: lengths to which embeddings may be cut: any if it is empty, none if it is ``None``.
         config: the engine's defaults.
     """
@@ -69,13 +69,13 @@ class PoolingAbility:
     def of(
         cls, config: ModelConfig, spec: ModelFacts, fields: Mapping[str, Any], modules: SentenceModules | None
     ) -> "PoolingAbility":
-        """By the architecture, the model's files and the user's wishes.
+        """What a model can pool, by its architecture, its files and the user's wishes.
 
         Args:
-            config: the user's.
+            config: the user's configuration of the model.
             spec: the model.
-            fields: of ``config.json``.
-            modules: of ``modules.json``, if there is one.
+            fields: the fields of ``config.json``.
+            modules: the modules of ``modules.json``; ``None`` without that file.
 
         Raises:
             ValueError: the user wants what the model cannot do; the message names the argument.
@@ -189,8 +189,10 @@ def _label_names(fields: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _step_tag(config: PoolerConfig, head: HeadSpec | None) -> int | None:
-    """Raises:
-    ValueError: it is needed and not known.
+    """The token id of the tag at which a head scores steps; ``None`` if all tokens are reported.
+
+    Raises:
+        ValueError: it is needed and not known.
     """
     tag = None if head is None else head.step_tag_id
     if config.tok_pooling_type == "STEP" and tag is None and config.step_tag_id is None:
@@ -224,8 +226,8 @@ class PoolingState(RequestState):
 
     Attributes:
         pooling_params: complete and checked.
-        ability: of its model.
-        rows: by the position of their first token.
+        ability: what the request's model can pool.
+        rows: pooled rows by the position of their first token in the prompt.
     """
 
     pooling_params: PoolingParams = field(default_factory=PoolingParams)

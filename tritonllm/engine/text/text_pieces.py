@@ -35,7 +35,7 @@ class PieceStore:
     """Pieces and their tokens, those that were used last. It can be used by several threads.
 
     Args:
-        most_bytes: of all pieces; of one piece a quarter.
+        most_bytes: how many bytes all pieces may take together; one piece may take a quarter of it.
     """
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
@@ -97,15 +97,15 @@ class TextPieces:
             self.works = False
 
     def copied(self, tokenizer: Any) -> "TextPieces":
-        """The same with another tokenizer that is the same, for another thread."""
+        """A copy that uses ``tokenizer``, which must be equal to this one's, for another thread."""
         return TextPieces(tokenizer, self._store)
 
     def encode(self, text: str, add_special_tokens: bool = True, *, keep: bool = True) -> list[int]:
         """Token ids of a text.
 
         Args:
-            add_special_tokens: those that the tokenizer sets around a text, too.
-            keep: its new pieces.
+            add_special_tokens: whether to add the special tokens that the tokenizer sets around a text.
+            keep: whether to store new pieces.
         """
         if self._facts != _facts_of(self._tokenizer):
             self._try(PieceStore())
@@ -183,8 +183,8 @@ def _cuts_of(tokenizer: Any) -> list[str]:
 
 
 def _covered(tokens: set[str], others: Sequence[str]) -> set[str]:
-    """Those of the tokens that may be a part of another one in a text, or begin inside of it. (A tokenizer may have
-    6,000 others, of which few have the first character of one of these behind their own.)"""
+    """The tokens of ``tokens`` that may be a part of another one in a text, or begin inside of it. (A tokenizer may
+    have 6,000 others, of which few have the first character of one of these behind their own.)"""
     first, beginnings = {token[0] for token in tokens}, tuple(tokens)
     covered = set()
     for other in others:

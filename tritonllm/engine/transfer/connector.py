@@ -26,7 +26,7 @@ class DeviceSlots(NamedTuple):
     """Slots in the memory of a GPU.
 
     Attributes:
-        address: of the first one, on the device.
+        address: the address of the first slot, on the device.
         shape: slots, and the bytes of each; they lie one behind the other.
         device: the GPU's number in this process; ``None`` where the engine runs on the CPU.
         owner: the memory lives as long as this does.
@@ -94,7 +94,9 @@ class Sizing(Protocol):
     """A connector that says before the model is loaded whether it can take blocks of its size."""
 
     def check_size(self, size: int) -> None:
-        """Args:
+        """Check that the connector can keep blocks of this size.
+
+        Args:
             size: bytes of a block, or a little less where a draft model keeps more than its layers.
 
         Raises:

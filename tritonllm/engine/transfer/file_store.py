@@ -38,9 +38,9 @@ class FileStoreSettings:
 
     Args:
         path: the folder.
-        max_bytes: of all files in it.
+        max_bytes: how many bytes all files of the folder may take together.
         max_age: seconds after its last use that a block is kept; ``None`` as long as there is room.
-        threads: that read, and as many that write.
+        threads: how many threads read, and as many write.
         access: ``"owner"``: files are for the user who runs the engine alone; ``"group"``: for the group, too.
 
     Raises:
@@ -68,8 +68,10 @@ class FileStoreSettings:
         return Path(self.path or "")
 
     def check_folder(self) -> None:
-        """Raises:
-        ValueError: the folder is not there and cannot be made, it cannot be written to, or it is not the store's.
+        """Check that the folder can be used for the store.
+
+        Raises:
+            ValueError: the folder is not there and cannot be made, it cannot be written to, or it is not the store's.
         """
         try:
             within(OPENING, lambda: check_folder(self.folder, self.access))
@@ -78,10 +80,10 @@ class FileStoreSettings:
 
 
 class FileStore:
-    """Blocks in files.
+    """A connector that keeps blocks as files of a folder.
 
     Attributes:
-        files: ``None`` while the folder cannot be used; then nothing is found or saved.
+        files: the files; ``None`` while the folder cannot be used; then nothing is found or saved.
 
     Raises:
         ValueError: a folder that cannot be written to, or is not the store's.
@@ -142,8 +144,10 @@ class FileStore:
             )
 
     def _wait_for_folder(self) -> None:
-        """Raises:
-        ValueError: as of the class.
+        """Open the folder, and wait for it no longer than ``OPENING`` seconds.
+
+        Raises:
+            ValueError: as of the class.
         """
         tried: Future[str] = Future()
         threading.Thread(target=self._open, args=(tried,), name="kv-open", daemon=True).start()

@@ -55,7 +55,7 @@ class BlockFiles:
 
     Args:
         folder: is made if it is not there.
-        max_bytes: of all files together, those of other models in the folder included.
+        max_bytes: how many bytes all files may take together, those of other models in the folder included.
         max_age: seconds after its last use that a file may be read; ``None`` for ever.
         access: who may read and write them (:data:`tritonllm.engine.transfer.folder.ACCESS`).
 
@@ -179,8 +179,10 @@ class BlockFiles:
             return False
 
     def _save(self, key: bytes, parts: Sequence[memoryview], size: int) -> bool:
-        """Raises:
-        OSError: it cannot be kept; nothing is left of it.
+        """Write a block's parts to a file under its key; returns whether it is kept.
+
+        Raises:
+            OSError: it cannot be kept; nothing is left of it.
         """
         if time.monotonic() < self._locked_until:
             return False
@@ -240,7 +242,7 @@ class BlockFiles:
         claim(marker, total + size)
 
     def _files_of(self, folder: str) -> list[tuple[str, os.stat_result]]:
-        """Of those in a folder of the store that are its own."""
+        """The name and the ``os.stat`` result of each regular file in a folder of the store whose name is a key."""
         with self._place.inner(folder) as inner:
             found = [(name, _look(name, inner)) for name in os.listdir(inner) if NAME.fullmatch(name)]
         return [(name, status) for name, status in found if status is not None and stat.S_ISREG(status.st_mode)]
@@ -251,8 +253,10 @@ class BlockFiles:
 
 
 def check_folder(folder: Path, access: str = "owner") -> None:
-    """Raises:
-    ValueError: the folder is not there and cannot be made, it cannot be written to, or it is not the store's.
+    """Check that a folder can be used for a store, without opening one.
+
+    Raises:
+        ValueError: the folder is not there and cannot be made, it cannot be written to, or it is not the store's.
     """
     with written_to(folder):
         kv_folder.check_folder(folder, access)
@@ -289,7 +293,7 @@ def _remove(name: str, folder: int, status: os.stat_result | None = None) -> Non
 
 
 def _touch(file: int, status: os.stat_result) -> None:
-    """It is used now. A file that has other names is not only the store's: its time stays."""
+    """Set the file's time of last use to now. A file that has other names is not only the store's: its time stays."""
     if status.st_nlink == 1:
         os.utime(file)
 

@@ -25,9 +25,9 @@ def model_fingerprint(
 
     Args:
         models: modules, those that have blocks of the same numbers.
-        config: of ``config.json``.
+        config: the fields of the model's ``config.json``.
         max_model_len: positions that the model was made for.
-        layout: of a block: sizes, dtypes, tokens; anything whose ``repr`` says it.
+        layout: the layout of a block: sizes, dtypes, tokens; any object whose ``repr`` states them.
         group: engines that each have a part of the weights, and blocks that the others can use. All compute it at once.
     """
     models = list(models)
@@ -48,7 +48,7 @@ def model_fingerprint(
 
 
 def _of_all(digest: bytes, group: Group) -> bytes:
-    """The same on all ranks, of the digest of each."""
+    """Combine the digests of all ranks into one that is equal on all of them."""
     if not isinstance(group, ConnectedGroup):
         return digest
     parts = group.exchange(struct.unpack("<qq", digest))

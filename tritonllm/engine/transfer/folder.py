@@ -212,7 +212,7 @@ def _check_regular(descriptor: int, path: Path) -> None:
 
 
 def make_folder(path: Path, access: Access) -> None:
-    """With its parents, if it is not there."""
+    """Make a folder with its parents, if it is not there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         path.mkdir(access.folder)
@@ -233,7 +233,7 @@ def opened(name: str | Path, flags: int, folder: int | None = None) -> Iterator[
 
 
 def identity(status: os.stat_result) -> tuple[int, int]:
-    """Which file it is."""
+    """What tells a file from all others: the device and number of its inode."""
     return status.st_dev, status.st_ino
 
 

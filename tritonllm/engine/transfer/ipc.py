@@ -188,7 +188,7 @@ class DeviceReads:
         return SharedArena(device.machine, uuid4().bytes, handle.ljust(HANDLE_BYTES, b"\0"), places, sizes)
 
     def _take_places(self, count: int) -> list[int]:
-        """So many that are free, in order: neighbours are copied together."""
+        """Take so many free places, in order: neighbours are copied together."""
         used = [self._free.popleft() for _ in range(min(count, len(self._free)))]
         unused = range(self._unused, self._unused + count - len(used))
         self._unused = unused.stop
@@ -246,10 +246,10 @@ class DeviceReads:
 
 
 def _wait_for(copies: Iterable[Callable[[], None]]) -> None:
-    """Until all have ended, whatever becomes of them.
+    """Wait until all copies have ended, whatever becomes of them.
 
     Raises:
-        OSError: of the first that has failed.
+        OSError: the error of the first that has failed.
     """
     problem: OSError | None = None
     for wait in copies:

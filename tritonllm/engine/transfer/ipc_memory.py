@@ -36,7 +36,7 @@ class Device(Protocol):
         """The address of so many bytes, which other processes can open."""
 
     def free(self, address: int) -> None:
-        """Nobody uses them any more, in whatever process."""
+        """Free memory that :meth:`allocate` gave; nobody uses it any more, in whatever process."""
 
     def export(self, address: int) -> bytes:
         """``HANDLE_BYTES`` bytes that another process opens."""
@@ -48,7 +48,7 @@ class Device(Protocol):
         """Bytes of what was opened; ``None`` if the driver does not say."""
 
     def close(self, address: int) -> None:
-        """Of what was opened."""
+        """Unmap memory that :meth:`open` mapped at this address."""
 
     def copy(self, spans: Sequence[Span]) -> Callable[[], None]:
         """Begin copies beside all else that the device does. Returns what waits until they have ended, which must be
@@ -59,14 +59,14 @@ MakeDevice = Callable[[int | None], Device]  # of the GPU with that number; Valu
 
 
 class SharedArena(NamedTuple):
-    """The piece of memory.
+    """A description of the piece of memory, which another process on the machine can open.
 
     Attributes:
-        machine: where it is, as :attr:`Device.machine`.
-        name: of this piece and no other one, whichever process had it when.
-        handle: for :meth:`Device.open`.
-        places: blocks that it holds.
-        sizes: bytes of a block's parts.
+        machine: the machine that the memory is in, as :attr:`Device.machine`.
+        name: the name of this piece; no other piece has it, whichever process has made it.
+        handle: the handle for :meth:`Device.open`.
+        places: how many blocks the piece holds.
+        sizes: the size of each part of a block, in bytes.
     """
 
     machine: int
@@ -81,8 +81,10 @@ class SharedArena(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes) -> "SharedArena":
-        """Raises:
-        WireError: another connector's description, or none.
+        """Read a description that :meth:`pack` has written.
+
+        Raises:
+            WireError: another connector's description, or none.
         """
         if len(data) < _FACTS.size or data[: len(MAGIC)] != MAGIC:
             raise WireError("the other engine's copies are in no GPU's memory: it has another kv_connector")
@@ -116,7 +118,7 @@ class SharedArena(NamedTuple):
 
 
 def arena_bytes(places: int, sizes: Sequence[int]) -> int:
-    """Of so many places whose parts have these sizes."""
+    """How many bytes ``places`` places take whose parts have these sizes in bytes."""
     return _offsets(places, sizes)[-1]
 
 

@@ -34,10 +34,10 @@ class _Opened:
 
 
 class OpenedMemory:
-    """For any thread.
+    """The memory of other engines that is mapped in this process. For any thread.
 
     Args:
-        device: opens memory.
+        device: the device that opens memory.
     """
 
     def __init__(self, device: Device) -> None:
@@ -53,7 +53,7 @@ class OpenedMemory:
         """The address of an arena, which stays open inside the block. Copies must have ended when the block ends.
 
         Args:
-            channel: that it was described on.
+            channel: the channel on which the other engine described the arena.
 
         Raises:
             OSError: it cannot be opened, or is gone.

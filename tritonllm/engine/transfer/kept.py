@@ -25,7 +25,7 @@ class KeptBlocks:
     """Blocks by key; those used longest ago go first. For any thread.
 
     Args:
-        max_bytes: of all contents.
+        max_bytes: how many bytes the contents of all blocks may take together.
         max_age: seconds after its last use that a block is kept; ``None`` as long as there is room.
         gone: is told of each block that is kept no more, or was not taken; it must not ask this one.
     """
@@ -149,5 +149,5 @@ class KeptBlocks:
 
 
 def _same(a: KeptBlock | None, b: KeptBlock | None) -> bool:
-    """They differ at most in when they were used."""
+    """Whether both are entries of the same block in the same place; when they were last used may differ."""
     return a is not None and b is not None and (a.head, a.place) == (b.head, b.place)

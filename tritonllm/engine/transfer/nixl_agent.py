@@ -36,7 +36,7 @@ class Read(Protocol):
 
 
 class Agent(Protocol):
-    """One end of reads."""
+    """An agent of NIXL, which reads other agents' memory and lets them read its own."""
 
     def register(self, memory: Sequence[np.ndarray]) -> None:
         """What reads may touch: arrays of uint8, each in one piece."""

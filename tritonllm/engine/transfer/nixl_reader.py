@@ -30,13 +30,13 @@ class _Shared:
 
 
 class NixlReader:
-    """For any thread.
+    """Reads other agents' memory. For any thread.
 
     Args:
         make: makes an agent with which the memory that reads go to is registered.
 
     Raises:
-        OSError: it cannot make one.
+        OSError: it cannot make an agent.
     """
 
     def __init__(self, make: MakeAgent) -> None:
@@ -49,9 +49,9 @@ class NixlReader:
         """Read spans of another agent's memory; when this is over, nothing is written to ``mine`` any more.
 
         Args:
-            metadata: of the other agent.
-            mine, theirs: as many of both, of the same lengths.
-            deadline: a time of ``time.monotonic``.
+            metadata: the metadata of the other agent, as NIXL gives it.
+            mine, theirs: spans of this and of the other agent's memory, as many of both, of the same lengths.
+            deadline: when to give up, by ``time.monotonic``.
 
         Raises:
             OSError: it has failed, or was late; ``mine`` hold anything.

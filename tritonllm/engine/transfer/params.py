@@ -33,11 +33,11 @@ FROM_PEERS = "kv_connector Peer, Nixl or CudaIpc (as the other engine has)"
 
 
 class TransferParams:
-    """Those of one engine's requests.
+    """Checks the ``kv_transfer_params`` of one engine's requests.
 
     Args:
-        config: of the engine.
-        tells: warn of what this engine cannot do; of the processes that check a request, one should.
+        config: the engine's configuration of transfers; ``None`` if it has none.
+        tells: whether to warn of what this engine cannot do; of the processes that check a request, one should.
     """
 
     def __init__(self, config: KVTransferConfig | None, tells: bool = False) -> None:
@@ -45,9 +45,11 @@ class TransferParams:
         self._any_name = config is not None and config.kv_connector not in CONNECTORS
 
     def check(self, params: object) -> None:
-        """Raises:
-        ValueError: they are no dictionary, or, unless a connector of your own reads them, a name is unknown, a value
-            is of another kind, or the place of blocks is incomplete.
+        """Check the ``kv_transfer_params`` of a request.
+
+        Raises:
+            ValueError: they are no dictionary, or, unless a connector of your own reads them, a name is unknown, a
+                value is of another kind, or the place of blocks is incomplete.
         """
         if params is None:
             return
@@ -62,8 +64,10 @@ class TransferParams:
 
 
 def check_names(params: Params) -> None:
-    """Raises:
-    ValueError: as of :meth:`TransferParams.check`.
+    """Check the names and values of ``kv_transfer_params``, for the connectors of this package.
+
+    Raises:
+        ValueError: as of :meth:`TransferParams.check`.
     """
     for name, value in params.items():
         if name not in KNOWN and name not in IGNORED:
@@ -110,6 +114,6 @@ def vain(config: KVTransferConfig | None) -> str | None:
 
 
 def transfer_params(params: object) -> Params:
-    """Those of a request: ``extra_args["kv_transfer_params"]`` of its parameters, as in vLLM."""
+    """The ``kv_transfer_params`` of a request, from the ``extra_args`` of its parameters, as in vLLM; empty without."""
     extra: Mapping[str, Any] = getattr(params, "extra_args", None) or {}
     return extra.get("kv_transfer_params") or {}

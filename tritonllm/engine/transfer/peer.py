@@ -58,8 +58,9 @@ class PeerSettings:
     Args:
         host, port: where this engine serves its blocks, if it saves any; port 0 takes a free one.
         advertised_host: what others connect to; by default ``host``.
-        peers: whose blocks may be loaded: ``"host"`` or ``"host:port"`` as requests name them; ``"*"``: anybody's.
-        max_bytes: of the blocks that are kept for others.
+        peers: the engines whose blocks may be loaded: ``"host"`` or ``"host:port"`` as requests name them; ``"*"``: any
+            engine.
+        max_bytes: how many bytes the blocks that are kept for others may take together.
         max_age: seconds after its last use that a block is kept; ``None`` as long as there is room.
         wait: seconds that a lookup waits for blocks that are not there yet.
         threads: requests whose blocks are brought at once.
@@ -88,8 +89,10 @@ class PeerSettings:
             raise ValueError(f"{NAME}wait must be a number of seconds of at least 0, got {self.wait!r}")
 
     def check_role(self, config: KVTransferConfig) -> None:
-        """Raises:
-        ValueError: the role needs what is not given.
+        """Check that the settings are enough for the engine's role.
+
+        Raises:
+            ValueError: the role needs what is not given.
         """
         if config.saves and self.host in ANYWHERE and self.advertised_host is None:
             raise ValueError(f"{NAME}host={self.host!r} tells nobody where to connect: add advertised_host")
@@ -101,11 +104,11 @@ class PeerSettings:
 
 
 class Peer:
-    """Blocks of other engines.
+    """A connector that loads blocks from other engines and serves its own to them.
 
     Args:
         config: the role, and the seconds that a request waits.
-        settings: of this connector.
+        settings: the user's settings of this connector.
         plane: how blocks go from engine to engine; by default in frames of the connection that asks for them.
 
     Raises:
@@ -194,7 +197,7 @@ class Peer:
             return _done(otherwise)
 
     def _address(self, params: Params) -> Address | None:
-        """Of the engine that a request names, if it may be asked."""
+        """The address of the engine that a request names; ``None`` if it names none, or one that may not be asked."""
         host, port = params.get("remote_host"), params.get("remote_port")
         if host is None or port is None:
             return None
@@ -245,8 +248,10 @@ class Peer:
 
 
 def _check_address(host: object, port: object, advertised_host: object) -> None:
-    """Raises:
-    ValueError: where an engine listens, or what others should connect to, is no address.
+    """Check the address that an engine listens at and the one that others should connect to.
+
+    Raises:
+        ValueError: where an engine listens, or what others should connect to, is no address.
     """
     if not isinstance(host, str) or not host.strip():
         raise ValueError(f"{NAME}host must be the address to listen at, got {host!r}")
@@ -257,8 +262,10 @@ def _check_address(host: object, port: object, advertised_host: object) -> None:
 
 
 def _check_peers(peers: object) -> None:
-    """Raises:
-    ValueError: they are no list of hosts, or one of them is none.
+    """Check the entries of ``peers``.
+
+    Raises:
+        ValueError: they are no list of hosts, or one of them is none.
     """
     if not isinstance(peers, list | tuple):
         raise ValueError(f"{NAME}peers must be a list of 'host' or 'host:port', got {peers!r}")
@@ -271,7 +278,8 @@ def _check_peers(peers: object) -> None:
 
 
 def _names_engines(entry: str) -> bool:
-    """It can be an entry of ``peers``. An IPv6 address may end like a port, and with one it may stand in brackets."""
+    """Whether a text can be an entry of ``peers``. An IPv6 address may end like a port, and with one it may stand in
+    brackets."""
     if entry == "*" or _HOST.fullmatch(entry) or _is_ipv6(entry):
         return True
     host, _, port = entry.rpartition(":")

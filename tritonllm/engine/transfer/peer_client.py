@@ -43,7 +43,7 @@ class _Peer:
 
 
 class Peers:
-    """For any thread."""
+    """The connections to other engines. For any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -72,7 +72,7 @@ class Peers:
         """How long a lookup should wait there for blocks that are late.
 
         Args:
-            seconds: that it may wait.
+            seconds: how long it may wait at most, in seconds.
         """
         with self._lock:
             hurries = time.monotonic() < self._peer(address).hurries_until
@@ -112,7 +112,7 @@ class Peers:
         return peer
 
     def _take(self, address: Address) -> Channel | None:
-        """One that is idle and still good.
+        """An open connection that is idle and still good; ``None`` if there is none.
 
         Raises:
             OSError: the peer is being left alone, or all is closed.

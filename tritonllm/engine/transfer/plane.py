@@ -30,17 +30,17 @@ class Wanted(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Of a block's contents, and the number of its place if copies have such."""
+    """A copy of a block's contents, and the number of its place if copies have such."""
 
     contents: bytes | memoryview
     place: int = 0
 
 
 class Plane(Protocol):
-    """One engine's side. ``keep`` is for one thread, all else for any.
+    """How one engine hands blocks to others and takes theirs. ``keep`` is for one thread, all else for any.
 
     Attributes:
-        questions: that :meth:`answer` answers.
+        questions: the kinds of frames that :meth:`answer` answers.
     """
 
     questions: Collection[Kind]
@@ -51,7 +51,7 @@ class Plane(Protocol):
         Args:
             memory: as in :meth:`tritonllm.engine.transfer.connector.KVConnector.register`.
             config: whether it will copy, and whether it will bring.
-            max_bytes: that all copies may have.
+            max_bytes: how many bytes all copies may take together.
 
         Raises:
             ValueError: it cannot work.

@@ -72,8 +72,10 @@ def _prepared(config: KVTransferConfig) -> Callable[[], KVConnector]:
 
 
 def _prepared_code(name: str, extra: dict[str, Any]) -> Callable[[], KVConnector]:
-    """Raises:
-    ValueError: a connector of the user's cannot be imported, or it does not take these settings.
+    """Import a connector of the user's, and return the function that makes it with its settings.
+
+    Raises:
+        ValueError: a connector of the user's cannot be imported, or it does not take these settings.
     """
     module, _, attribute = name.partition(":")
     try:

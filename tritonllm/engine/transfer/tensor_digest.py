@@ -58,7 +58,7 @@ def _words(tensor: torch.Tensor, rows: int) -> Iterator[torch.Tensor]:
 
 
 def _aligned(data: torch.Tensor) -> torch.Tensor:
-    """As it is, or a copy if its words do not begin where words of 64 bits may."""
+    """The data as it is, or a copy if its words do not begin where words of 64 bits may."""
     return data.clone() if data.data_ptr() % 8 else data
 
 

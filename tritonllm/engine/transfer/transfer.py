@@ -57,15 +57,16 @@ class TransferStats(NamedTuple):
 
 
 class Fetch:
-    """What a request waits for.
+    """The transfer of blocks that a request waits for.
 
     Attributes:
-        labels: of its first blocks that are not here.
-        params: what the request says of where they are.
+        labels: the digests of the request's first blocks that this engine does not have.
+        params: the request's ``kv_transfer_params``, which say where the blocks are.
         deadline: when it goes on without, by ``time.monotonic``.
-        done: it may go on.
-        future: what the connector was asked last; ``None`` before it was, and while there is no free slot.
-        slots: lent for these blocks, once it is known how many there are.
+        done: whether the request may go on.
+        future: the connector's answer to what it was asked last; ``None`` before it was asked, and while there is no
+            free slot.
+        slots: the slots that are lent for these blocks, once it is known how many there are.
     """
 
     def __init__(self, labels: Sequence[bytes], params: Params, deadline: float) -> None:
@@ -210,7 +211,7 @@ class KVTransfer:
         future.add_done_callback(answered)
 
     def _found(self, fetch: Fetch, count: int | None) -> None:
-        """So many of its blocks may be had."""
+        """Take the answer of how many of a request's blocks may be had."""
         fetch.future = None
         self._overdue.discard(fetch)
         fetch.count = min(count or 0, len(fetch.keys))
@@ -228,7 +229,7 @@ class KVTransfer:
         return bool(fetch.slots)
 
     def _came(self, fetch: Fetch, there: Sequence[bool] | None) -> None:
-        """Its blocks are there, or will not come."""
+        """Take the answer of a transfer, whose blocks have come or will not come, and let its request go on."""
         fetch.future = None
         self._overdue.discard(fetch)
         there = there or [False] * len(fetch.slots)

@@ -58,7 +58,7 @@ QUESTION_BYTES = (_NUMBER.size + KEY_BYTES, _NUMBER.size + KEY_BYTES * MOST_KEYS
 
 
 class Kind(enum.IntEnum):
-    """Of a frame."""
+    """The kind of a frame."""
 
     LOOKUP = 1
     COUNT = 2
@@ -82,7 +82,7 @@ class WireError(Exception):
 
 
 class FrameHead(NamedTuple):
-    """Of a frame: its kind, the bytes of its payload, and the checksum of both and the payload."""
+    """The head of a frame: its kind, the bytes of its payload, and the checksum of both and the payload."""
 
     kind: Kind
     size: int
@@ -108,7 +108,7 @@ def head_of(kind: Kind, payload: Sequence[bytes | memoryview]) -> bytes:
     """A frame's head.
 
     Args:
-        payload: its parts.
+        payload: the parts of the payload, which follow the head one after the other.
     """
     facts = _FACTS.pack(MAGIC, VERSION, kind, sum(memoryview(part).nbytes for part in payload))
     return facts + _checksum(facts, payload)
@@ -123,7 +123,7 @@ def question(kind: Kind, keys: Sequence[bytes], wait: float) -> bytes:
     """A frame that asks for blocks.
 
     Args:
-        keys: from 1 to ``MOST_KEYS``.
+        keys: the keys of blocks, from 1 to ``MOST_KEYS``.
         wait: seconds that the other side may wait for them.
     """
     return frame(kind, _NUMBER.pack(min(max(0, int(1e3 * wait)), 2**32 - 1)), b"".join(keys))
@@ -161,14 +161,14 @@ class Channel:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def close(self) -> None:
-        """Also wakes whoever reads or writes. May be called again, and by another thread."""
+        """Close the connection, which wakes whoever reads or writes. May be called again, and by another thread."""
         with suppress(OSError):  # the other side was first
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     @property
     def address(self) -> tuple[str, int]:
-        """Of the other side, to connect there once more.
+        """The host and port of the other side, to connect there once more.
 
         Raises:
             OSError: it has hung up.
@@ -187,7 +187,8 @@ class Channel:
             self._socket.shutdown(socket.SHUT_RD)
 
     def wait_for_end(self) -> None:
-        """Until the other side ends its sending or hangs up, whatever it says before; or :meth:`end_reading`."""
+        """Wait until the other side ends its sending or hangs up, whatever it says before, or until
+        :meth:`end_reading`."""
         with suppress(OSError):
             self._socket.settimeout(None)
             while self._socket.recv(4096):
@@ -195,7 +196,7 @@ class Channel:
 
     @property
     def is_quiet(self) -> bool:
-        """It is open, and nothing has come that nobody asked for."""
+        """Whether the connection is open and nothing has come that nobody asked for."""
         try:
             events = select.poll()
             events.register(self._socket, select.POLLIN)
@@ -208,7 +209,7 @@ class Channel:
         self._socket.sendall(data)
 
     def read_into(self, into: memoryview, deadline: float) -> None:
-        """Fill it."""
+        """Receive bytes until ``into`` is full."""
         while into.nbytes:
             self._socket.settimeout(_left(deadline))
             count = self._socket.recv_into(into)
@@ -232,12 +233,12 @@ class Channel:
         return FrameHead(Kind(kind), size, data[_FACTS.size :])
 
     def read_question(self, kinds: Collection[Kind], idle: float, within: float) -> Question:
-        """The next one.
+        """Receive the next question.
 
         Args:
-            kinds: that may come.
-            idle: until when it must have begun.
-            within: seconds in which the rest must follow.
+            kinds: the kinds of questions that may come.
+            idle: until when the question must have begun, by ``time.monotonic``.
+            within: how long the rest may take once it has begun, in seconds.
         """
         head = self.read_head(dict.fromkeys(kinds, QUESTION_BYTES), idle)
         payload = self._read_payload(head, time.monotonic() + within)
@@ -275,7 +276,7 @@ class Channel:
         return self._read_payload(self.read_head({Kind.AGENT: (1, MOST_AGENT_BYTES)}, deadline), deadline)
 
     def read_place(self, key: bytes, deadline: float) -> BlockPlace | None:
-        """One of the other answers to ``WHERE``; ``None`` if the other side does not have the block."""
+        """Receive an answer to ``WHERE`` that names a place; ``None`` if the other side does not have the block."""
         sizes = {Kind.PLACE: (_PLACE_BYTES, _PLACE_BYTES), Kind.MISS: (KEY_BYTES, KEY_BYTES)}
         head = self.read_head(sizes, deadline)
         payload = self._read_payload(head, deadline)
@@ -295,7 +296,7 @@ class Channel:
         return np.frombuffer(payload, _PLACES).astype(np.int64)
 
     def read_has_read(self, deadline: float) -> None:
-        """That the other side has read what it was told of."""
+        """Receive the frame that says that the other side has read what it was told of."""
         self._read_payload(self.read_head({Kind.READ: (0, 0)}, deadline), deadline)
 
     def read_still(self, count: int, deadline: float) -> np.ndarray:
@@ -315,10 +316,10 @@ class Channel:
 
 
 def _left(deadline: float) -> float:
-    """Seconds.
+    """The seconds that are left until a deadline.
 
     Raises:
-        TimeoutError: there are none.
+        TimeoutError: the deadline has passed.
     """
     seconds = deadline - time.monotonic()
     if seconds <= 0:

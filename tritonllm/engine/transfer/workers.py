@@ -14,11 +14,11 @@ T = TypeVar("T")
 
 
 class Workers:
-    """Do what they are given, in the order in which it came.
+    """Threads that do what they are given, in the order in which it came.
 
     Args:
-        count: threads.
-        name: of the threads.
+        count: how many threads there are.
+        name: the name of each of the threads.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -29,7 +29,7 @@ class Workers:
             thread.start()
 
     def submit(self, work: Callable[[], T]) -> "Future[T]":
-        """What it returns or raises; cancelled if it came after :meth:`close`, or was dropped by that."""
+        """Queue some work, and return its future; cancelled if it came after :meth:`close`, or was dropped by that."""
         future: Future[T] = Future()
         if self._closed:
             _cancel(future)

@@ -68,7 +68,7 @@ class Hints(NamedTuple):
     max_seqlen_k: int | None = None
 
     def most_keys(self, pages: Pages) -> int:
-        """Of a sequence: what the caller expects, or else what the tables have room for."""
+        """How many keys a sequence has at most: what the caller expects, or else what the tables have room for."""
         if self.max_seqlen_k is not None:
             return self.max_seqlen_k
         return pages.block_tables.shape[1] * pages.k_cache.shape[1]
@@ -88,7 +88,7 @@ class Heads(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """Of the caches: a tensor for each head, and else a number."""
+    """The scales of the caches: a tensor with one for each head, and else a number."""
 
     k_scale: torch.Tensor | None
     v_scale: torch.Tensor | None

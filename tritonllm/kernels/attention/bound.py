@@ -60,8 +60,8 @@ def bind_layer(
     """Check what stays the same for a layer, once.
 
     Args:
-        num_heads: of queries.
-        dtype: of the rows.
+        num_heads: how many heads of queries there are.
+        dtype: the dtype of the rows.
         k_cache, v_cache, cos_sin_cache, q_weight, k_weight, eps, weight_offset, interleaved, workspace, and options
             (``scale``, ``window``, ``softcap``, ``sinks``, ``alibi_slopes``, ``k_scale``, ``v_scale``): see
             :func:`fused_decode_attention`.

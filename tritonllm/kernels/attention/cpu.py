@@ -46,7 +46,7 @@ class Decodes:
 
     Args:
         block_tables, seq_lens: see ``paged_decode_attention``.
-        block_size: of the cache.
+        block_size: how many tokens a block of the cache holds.
     """
 
     def __init__(self, block_tables: torch.Tensor, seq_lens: torch.Tensor, block_size: int) -> None:
@@ -239,7 +239,7 @@ def store_of(k_cache: torch.Tensor, v_cache: torch.Tensor, heads: Heads, scales:
 
 
 def all_stored(slot_mapping: torch.Tensor) -> bool:
-    """No token is to be left out."""
+    """Whether no token is to be left out."""
     return not len(slot_mapping) or int(slot_mapping.min()) >= 0
 
 

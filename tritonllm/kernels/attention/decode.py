@@ -150,7 +150,7 @@ def config_key(q: torch.Tensor, pages: Pages, max_seqlen_q: int = 1) -> dict[str
 
 
 def decode_config(q: torch.Tensor, pages: Pages, hints: Hints, window: int) -> tuning.Config:
-    """For decodes ``q[B, H, D]``."""
+    """The launch configuration for decodes ``q[B, H, D]``."""
     key = config_key(q, pages) | {"lengths": lengths_of(q, pages, hints, window)}
     return tuning.get_config("paged_decode_attention", q.device, default_config, **key)
 
@@ -287,7 +287,7 @@ def paged_decode_attention(
         alibi_slopes: ``[H]``; ``slope * (key position - query position)`` is added to the logits, after the softcap
             (Press et al., "Train Short, Test Long", 2022).
         k_scale: what the cache's keys must be multiplied by: a number, or ``[K]`` float32.
-        v_scale: the same for values.
+        v_scale: what the cache's values must be multiplied by: a number, or ``[K]`` float32.
         out: ``[B, H, D]`` to write into, with the dtype of ``q``; by default a new tensor.
         return_lse: also return the logarithm of the softmax's denominator.
         workspace: ``[WORKSPACE_SIZE]`` int32, zeros, and zeros again afterwards, so that all launches on one stream may

@@ -226,7 +226,7 @@ def store_kv(
             Two tokens with one slot leave either.
         k_scale: keys are stored divided by this number, or by this ``[K]`` float32 tensor per head. A float8 cache
             saturates at 448.
-        v_scale: the same for values.
+        v_scale: values are stored divided by this number, or by this ``[K]`` float32 tensor per head.
 
     Raises:
         ValueError: a shape, dtype, device or number that does not fit, or a float8 cache on a GPU without float8.

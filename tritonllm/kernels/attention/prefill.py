@@ -86,8 +86,8 @@ def padded_rows(max_q: int, group: int) -> int:
 
 
 def shared_config(head_size: int, rows: int) -> tuning.Config:
-    """Of the portable kernel, where keys are shared out. (32 tokens behind 8,160 on an H200, 16 heads of 256: 360 -> 63
-    us; 32 of 96: 170 -> 43; behind none 7.6 -> 8.4, and 5.3 -> 8.4.)
+    """The launch configuration of the portable kernel, where keys are shared out. (32 tokens behind 8,160 on an H200,
+    16 heads of 256: 360 -> 63 us; 32 of 96: 170 -> 43; behind none 7.6 -> 8.4, and 5.3 -> 8.4.)
 
     Args:
         rows: as :func:`padded_rows` has them.

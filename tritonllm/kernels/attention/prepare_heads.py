@@ -11,7 +11,7 @@ from tritonllm.kernels.elementwise import load_angles, load_pairs, store_pairs
 
 @triton.jit
 def _rounded(b_x, dtype):
-    """As a kernel of its own would store it."""
+    """Values rounded as a kernel of its own would store them."""
     return b_x.to(dtype).to(tl.float32)
 
 

@@ -247,13 +247,13 @@ def qk_norm_rope_store(
         positions: ``[T]`` int32 or int64, from 0 to ``max_position - 1``, unchecked on a GPU.
         cos_sin_cache: ``[max_position, rotary]`` of a float dtype, cosines and then sines, as in :func:`apply_rope`;
             ``rotary`` is even and at most D. Given together with ``positions``, or neither.
-        q_weight: of the query heads' norm, ``[D]``, or ``[H, D]`` contiguous: a row for each head.
+        q_weight: the weight of the query heads' norm, ``[D]``, or ``[H, D]`` contiguous: a row for each head.
         k_weight: ``[D]``, or ``[K, D]`` where ``q_weight`` is ``[H, D]``. Given together with it, or neither.
         eps: added to the mean square.
         weight_offset: added to the weights, in float32 (Gemma).
         interleaved: pair elements ``(2i, 2i + 1)`` instead of ``(i, i + rotary / 2)``.
         k_scale: keys are stored divided by this number, or by this ``[K]`` float32 tensor per head.
-        v_scale: the same for values.
+        v_scale: values are stored divided by this number, or by this ``[K]`` float32 tensor per head.
         constant_weight: no kernel that may still run writes ``q_weight`` or ``k_weight`` (true while a model is
             served): they are read before the kernel before this one ends.
         batch_invariant: a token's bits do not depend on how many tokens there are (norms sum in one order).

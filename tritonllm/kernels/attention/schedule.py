@@ -155,8 +155,8 @@ def row_work(
     b_seq, len_ptr, cu_ptr, batch, window, GROUP: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Of each of a vector of sequences the tiles of BLOCK_M (token, head) pairs, 0 beyond the last one, and the tiles
-    of the keys that those see."""
+    """For each of a vector of sequences, the tiles of BLOCK_M (token, head) pairs, 0 beyond the last sequence, and the
+    tiles of the keys that those see."""
     _, b_new, _, b_keys = describe_sequence(b_seq, b_seq < batch, len_ptr, cu_ptr, window, WINDOW, BLOCK_N)
     return tl.cdiv(b_new * GROUP, BLOCK_M), b_keys
 

@@ -86,7 +86,7 @@ def _as_sent(b_x, BITS: tl.constexpr, NOTHING: tl.constexpr):
 def _send(
     x_ptr, links_ptr, rank, row, at, cols, mask, SIZE: tl.constexpr, TWO_SHOT: tl.constexpr, NOTHING: tl.constexpr
 ):
-    """This rank's part of a row, to its owner or to all others."""
+    """Send this rank's part of a row, to its owner or to all others."""
     BITS: tl.constexpr = tl.int32 if x_ptr.dtype.element_ty.primitive_bitwidth == 32 else tl.int16
     b_bits = _as_sent(tl.load(x_ptr + cols, mask=mask, other=0.0), BITS, NOTHING)
     if TWO_SHOT:
@@ -263,7 +263,7 @@ def sum_rows(
     """:func:`all_reduce` without its checks: a layer's rows fit in every step.
 
     Args:
-        stages: for tests.
+        stages: the stages to run; for tests.
     """
     layout = inbox.layout
     for start in range(0, len(x), layout.rows):
@@ -334,7 +334,7 @@ def all_reduce(
 
     Args:
         x: ``[rows, columns]`` of the inbox's dtype, this rank's part; contiguous in the last dimension.
-        inbox: this rank's.
+        inbox: the inbox of this rank.
         added: the residual stream, ``[rows, columns]``, to which the sum is added in place, and its norm.
         out: ``[rows, columns]`` for the sum or, with ``added``, the norm; by default ``x`` itself.
         two_shot: each row is summed up on one rank; else on all.

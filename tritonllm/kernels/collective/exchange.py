@@ -228,13 +228,14 @@ def dispatch_rows(
         ids: ``[T, top_k]`` int32: expert ``e`` is expert ``e % held`` of rank ``e // held``; one that no rank has goes
             nowhere.
         marks: ``[T]`` int32 or int64; a row whose mark is negative is padding and goes nowhere.
-        memory: this rank's.
-        held: experts of each rank.
+        memory: the memory of this rank.
+        held: how many experts each rank has.
         rows: room for the rows of a rank, at most those of the memory's layout.
-        stages: for tests.
+        stages: the stages to run; for tests.
 
     Returns:
-        Of the memory ``x[size * rows, columns]``, ``weights[size * rows, top_k]`` and ``ids[size * rows, top_k]``, as
+        Parts of the memory: ``x[size * rows, columns]``, ``weights[size * rows, top_k]`` and ``ids[size * rows,
+            top_k]``, as
         :class:`ExchangeMemory` has them, where row i of rank s is row ``s * rows + i``. An id is an expert here, from 0
         on, or -1. Where a row has none, its elements and weights are whatever was there before.
 
@@ -283,7 +284,7 @@ def combine_rows(
         residual: ``[T, columns]``, to which ``scale`` times the sum is added in place; then there is no ``out``.
         scale: see ``residual``, without which it must be 1.
         added: the residual stream, ``[T, columns]``, to which the sum is added in place, and its norm.
-        stages: for tests.
+        stages: the stages to run; for tests.
 
     Returns:
         ``residual``, or else ``out``.

@@ -30,12 +30,12 @@ class ExchangeLayout(NamedTuple):
     where the received rows are.
 
     Attributes:
-        columns: of a row.
-        dtype: of its elements; 16 or 32 bits.
+        columns: how many columns a row has.
+        dtype: the dtype of its elements; 16 or 32 bits.
         size: number of ranks.
-        top_k: experts of a row.
-        rows: the most of one rank in one step.
-        programs: the most that a launch has. All of them fit on the GPU at once.
+        top_k: how many experts a row has.
+        rows: how many rows one rank has at most in one step.
+        programs: how many programs a launch has at most. All of them fit on the GPU at once.
     """
 
     columns: int
@@ -52,22 +52,23 @@ class ExchangeLayout(NamedTuple):
 
     @property
     def weights_at(self) -> int:
-        """Of ``[size * rows, top_k]`` float32."""
+        """Where the weights begin, ``[size * rows, top_k]`` float32."""
         return _aligned(self.places * self.columns * self.dtype.itemsize)
 
     @property
     def ids_at(self) -> int:
-        """Of ``[size * rows, top_k]`` int32."""
+        """Where the ids of the experts begin, ``[size * rows, top_k]`` int32."""
         return self.weights_at + _aligned(self.places * self.top_k * INT)
 
     @property
     def parts_at(self) -> int:
-        """Of ``[size * rows, columns]``."""
+        """Where the experts' results begin, ``[size * rows, columns]``."""
         return self.ids_at + _aligned(self.places * self.top_k * INT)
 
     @property
     def flags_at(self) -> int:
-        """Of ``[2, programs, size]`` int32: what a program reads, those of all senders, lies together."""
+        """Where the flags begin, ``[2, programs, size]`` int32: what a program reads, those of all senders, lies
+        together."""
         return self.parts_at + _aligned(self.places * self.columns * self.dtype.itemsize)
 
     @property
@@ -80,7 +81,8 @@ class ExchangeLayout(NamedTuple):
         return RowProgram(self.columns, self.size)
 
     def programs_of(self, rows: int) -> int:
-        """Of a launch for so many rows of each rank: the same on all ranks, however many rows each of them has."""
+        """How many programs a launch for so many rows of each rank has: the same on all ranks, however many rows each
+        of them has."""
         return min(rows, self.programs)
 
 
@@ -88,8 +90,8 @@ class ExchangeMemory(NamedTuple):
     """A rank's memory, and the way to that of the others.
 
     Attributes:
-        layout: of all of them.
-        rank: whose this is.
+        layout: the layout of all ranks' memory.
+        rank: the rank whose memory this is.
         links: ``[size + 1]`` int64, addresses: of each rank's memory (``nbytes`` bytes, of which the flags are zeros at
             first), and of an int32 that is not zero once nobody shall wait any more. It may be in pinned memory of the
             host.
@@ -115,7 +117,7 @@ def exchange_layout(
     """The layout for steps of at most ``rows`` rows of each rank.
 
     Args:
-        processors: of the GPU.
+        processors: how many multiprocessors the GPU has.
 
     Raises:
         ValueError: the dtype is neither of 16 nor of 32 bits, or a number is out of range.

@@ -40,11 +40,11 @@ class Layout(NamedTuple):
     what each rank sends of a row.
 
     Attributes:
-        columns: of a row.
-        dtype: of its elements; 16 or 32 bits.
+        columns: how many columns a row has.
+        dtype: the dtype of its elements; 16 or 32 bits.
         size: number of ranks.
-        programs: the most that a launch has. All of them fit on the GPU at once.
-        slots: rows of a program.
+        programs: how many programs a launch has at most. All of them fit on the GPU at once.
+        slots: how many rows a program has room for.
     """
 
     columns: int
@@ -69,7 +69,7 @@ class Layout(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of an inbox."""
+        """How many bytes an inbox takes."""
         return 2 * self.rows * self.size * self.width * self.dtype.itemsize
 
     @property
@@ -89,8 +89,8 @@ class Inbox(NamedTuple):
     """A rank's inbox, and the way to those of the others.
 
     Attributes:
-        layout: of all of them.
-        rank: whose this is.
+        layout: the layout of all inboxes.
+        rank: the rank whose inbox this is.
         links: ``[size + 1]`` int64, addresses: of each rank's inbox (``nbytes`` bytes, of which all elements are
             negative zeros at first), and of an int32 that is not zero once nobody shall wait any more. It may be in
             pinned memory of the host.
@@ -107,7 +107,7 @@ def layout_for(columns: int, dtype: torch.dtype, size: int, processors: int) -> 
     """The layout for sums of ``[rows, columns]``.
 
     Args:
-        processors: of the GPU.
+        processors: how many multiprocessors the GPU has.
 
     Raises:
         ValueError: the dtype is neither of 16 nor of 32 bits, or a row is too long for one program.

@@ -12,8 +12,8 @@ class RowProgram(NamedTuple):
     """What the row and the number of ranks decide.
 
     Attributes:
-        columns: of the row, at least 1.
-        size: number of ranks.
+        columns: how many columns the row has, at least 1.
+        size: the number of ranks.
     """
 
     columns: int
@@ -36,11 +36,11 @@ class RowProgram(NamedTuple):
 
     @property
     def on_processor(self) -> int:
-        """So many of them run on a processor at the same time."""
+        """How many of these programs run on a processor at the same time."""
         return self._threads // (32 * self.num_warps)
 
     @property
     def _threads(self) -> int:
-        """On a processor. Programs wait for those of other ranks, so all must run at the same time: there are registers
-        for twice as many where each needs no more than 64."""
+        """How many threads run on a processor. Programs wait for those of other ranks, so all must run at the same
+        time: there are registers for twice as many where each needs no more than 64."""
         return 1024 if self.block <= 4096 and self.size <= 4 else 512

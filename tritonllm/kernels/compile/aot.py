@@ -117,7 +117,7 @@ def compile_kernels(arch: Arch, *, every: int = 1) -> Iterator[list[CompiledKern
     """Inside the block, launches compile for ``arch`` (80, 90, 100, "gfx942") and do not run; yields what was compiled.
 
     Args:
-        every: of each kernel, the first launch is compiled, then one launch in so many.
+        every: how many launches of a kernel there are for each that is compiled; the first one is.
 
     Raises:
         RuntimeError: if the process does not run with ``TRITONLLM_CPU_BACKEND=compile``.

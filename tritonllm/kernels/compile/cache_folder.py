@@ -39,7 +39,8 @@ def describe() -> dict[str, str]:
 
 
 def write_kernels_to(folder: Path, *, binary_only: bool = True) -> None:
-    """From now on, this process compiles into ``folder``; unless ``binary_only``, with the stages before the binary."""
+    """Let this process compile into ``folder`` from now on; unless ``binary_only``, with the stages before the
+    binary."""
     folder.mkdir(parents=True, exist_ok=True)
     replace_text(folder / MARK, json.dumps(describe(), indent=1) + "\n")
     cache.triton_key = portable_triton_key
@@ -63,7 +64,7 @@ def keep_binaries(folder: Path) -> None:
 
 
 def read_kernels_from(folder: Path) -> None:
-    """From now on, this process takes kernels from ``folder`` if they are there; others it compiles as ever.
+    """Let this process take kernels from ``folder`` from now on, if they are there; others it compiles as ever.
 
     The folder is only read. It holds for the whole process, as Triton's cache does.
 

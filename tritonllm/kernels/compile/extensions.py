@@ -37,7 +37,7 @@ class Extension(Protocol):
 
 @dataclass(frozen=True)
 class FromSource:
-    """Until Triton 3.7: found by the source alone."""
+    """An extension as Triton before 3.8 finds it: by the source alone."""
 
     name: str
     code: str
@@ -119,7 +119,7 @@ def launcher_extensions(source: Any, metadata: Any) -> list[Extension]:
 
     Args:
         source: function, signature and constants, as Triton's compiler takes them.
-        metadata: of the compiled kernel.
+        metadata: the metadata of the compiled kernel.
     """
     if TRITON >= (3, 7):
         return []

@@ -37,7 +37,7 @@ class Specialization:
 
     Attributes:
         source: function, signature, constants and what is known of its arguments, as Triton's compiler takes them.
-        options: of the backend: warps, stages, registers.
+        options: the options of the backend: warps, stages, registers.
     """
 
     source: Any
@@ -49,7 +49,7 @@ class Specialization:
         return self.source.name
 
     def is_cached(self) -> bool:
-        """It is in Triton's cache folder."""
+        """Whether it is in Triton's cache folder."""
         key = get_cache_key(self.source, make_backend(self.target), self.options, get_cache_invalidating_env_vars())
         manager = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
         return bool(manager.get_group(f"{self.name[:150]}.json"))
@@ -94,7 +94,7 @@ class _Noted:
         """What Triton asks of a kernel before it launches it."""
 
     def run(self, *_: Any) -> None:
-        """The launch."""
+        """Does nothing: the launch was noted, and is not run."""
 
 
 @contextmanager

@@ -24,10 +24,10 @@ class Tile(NamedTuple):
     """A program's part of a product in `portable/tiles.py`; with four warps.
 
     Attributes:
-        block_n: rows of the weight.
-        block_k: columns at once.
-        stages: of the pipeline.
-        programs: that find room on a processor.
+        block_n: how many rows of the weight.
+        block_k: how many columns at once.
+        stages: how many stages the pipeline has.
+        programs: how many programs find room on a processor.
     """
 
     block_n: int

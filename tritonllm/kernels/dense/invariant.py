@@ -33,8 +33,8 @@ from tritonllm.kernels.runtime.registry import register_op, with_reference
 # of Qwen3-8B 0.92 to 0.97, Llama-3.2-1B 0.95 to 0.97, a quarter of Llama-3.1-70B 0.97 to 0.99; of Qwen3-0.6B 0.93 (4 to
 # 16), 0.82 (32), 1.08 (64). From 80 to 256 rows, against cuBLAS and an activation behind it: of small weights 0.77 to
 # 0.88. Of others on an H200 (Llama-3.1-8B, Qwen3-4B and -8B, a quarter and a half of Llama-3.1-70B) 1.01 to 1.21 for 80
-# to 128 rows, 1.1 to 1.5 for 160 and 192, and 0.97 to 1.31 for 256; so steps of Qwen3-4B with 144 rows took 5.3 ms and
-# take 4.6, of Llama-3.1-8B 7.7 and 6.7.
+# to 128 rows, 1.1 to 1.5 for 160 and 192, and 0.97 to 1.31 for 256: steps of Qwen3-4B with 144 rows take 5.3 ms so and
+# 4.6 by the others, of Llama-3.1-8B 7.7 and 6.7.
 MIN_GATED, MAX_GATED, MAX_GATED_SMALL = 2, 64, 256
 SMALL = 2**23  # elements of a weight; Qwen3-0.6B's have up to 6.3 million, Llama-3.1-8B's 17 million and more
 
@@ -83,7 +83,7 @@ def _invariant_linear_kernel(
     row = (first + tl.program_id(0) % in_group % height) * BLOCK_M
     if BOXES:
         # The last tile ends with the last row and computes some rows twice, with the same bits: to fetch rows that are
-        # not there costs more. On an H100 160 rows took 2.2 times as long in tiles of 128 as 256 rows did.
+        # not there costs more. On an H100 160 rows take 2.2 times as long so, in tiles of 128, as 256 rows.
         row = tl.minimum(row, tl.maximum(M - BLOCK_M, 0))
     column = tl.program_id(0) % in_group // height * BLOCK_N
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -138,9 +138,9 @@ def default_config(m: int, n: int, k: int, itemsize: int, arch: str, gated: str)
 
 
 def _on_hopper(m: int, n: int) -> tuning.Config:
-    """Of up to 9 tiles for each ``m`` those that were best on an H100 for the weights of Llama-3.1-8B and Qwen3-0.6B,
-    over the numbers of rows that captured steps have. Llama's take 0.94 to 1.03 times what cuBLAS takes for 80 to 128
-    rows, and 1.04 to 1.10 times for 256."""
+    """The launch configuration for ``m`` rows on Hopper: of up to 9 tiles for each ``m`` the one that was best on an
+    H100 for the weights of Llama-3.1-8B and Qwen3-0.6B, over the numbers of rows that captured steps have. Llama's take
+    0.94 to 1.03 times what cuBLAS takes for 80 to 128 rows, and 1.04 to 1.10 times for 256."""
     few, many = n < 4096, n > 16384
     if m <= 16:
         return _tile(16, 32, 256, 4, 4) if few else _tile(16, 16, 256, 4, 6) if n == 4096 else _tile(16, 64, 256, 4, 3)
@@ -176,7 +176,7 @@ def _gated_on_hopper(m: int, n: int) -> tuning.Config:
 
 
 def _reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-    """On the CPU too a row's bits are its own (:func:`cpu.row_by_row`)."""
+    """The reference: on the CPU, too, a row's bits are its own (:func:`cpu.row_by_row`)."""
     wide = weight.float()
     exact = None if bias is None else bias.float()
     cpu.row_by_row(lambda rows: torch.nn.functional.linear(rows.float(), wide, exact), x, out)

@@ -26,11 +26,11 @@ AHEAD_BYTES = 16 << 10
 
 
 class Weight(NamedTuple):
-    """A weight.
+    """The weight of a product, in one of the formats that products read.
 
     Attributes:
-        data: as the format says.
-        scales: of formats that have them; ``None`` for both that there are.
+        data: the elements, as the format says.
+        scales: the scales of formats that have them; ``None`` for both formats that there are.
         format: ``"plain"`` or ``"onednn"``.
     """
 

@@ -43,7 +43,7 @@ def _squares(b_x, b_mean, mask, MEAN: tl.constexpr):
 
 @triton.jit
 def _long_row_squares(p_x, p_residual, m_row, cols, N, x_scale, ADD: tl.constexpr, MEAN: tl.constexpr):
-    """Of rows longer than a block, the mean (0 without MEAN), and by column the squares of the differences with it."""
+    """For rows longer than a block: the mean (0 without MEAN), and by column the squares of the differences from it."""
     BLOCK: tl.constexpr = cols.shape[1]
     b_mean = tl.zeros(m_row.shape, tl.float32)
     if MEAN:

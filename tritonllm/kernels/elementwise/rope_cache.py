@@ -179,7 +179,7 @@ def build_cos_sin_cache(
             The last three need the trained length: ``original_max_position_embeddings``.
         max_position_embeddings: the config's; stands in for ``original_max_position_embeddings`` (which ``dynamic``
             ignores, as ``transformers`` does), and for a missing ``factor`` of yarn and longrope through their ratio.
-        dtype: of the table; float32 keeps positions apart that bfloat16 cannot.
+        dtype: the dtype of the table; float32 keeps positions apart that bfloat16 cannot.
         device: where to put it.
 
     Returns:

@@ -8,12 +8,13 @@ BLOCK_K = 64  # 128 bytes: a row of a tile is one line of the copy engine's swiz
 
 
 def descriptor(t: torch.Tensor, shape: list[int], strides: list[int], box: list[int]) -> TensorDescriptor:
-    """Of a 16-bit tensor, for copies of boxes whose rows are 64 elements long."""
+    """The descriptor of a 16-bit tensor, for copies of boxes whose rows are 64 elements long."""
     return TensorDescriptor(t, shape, strides, box, gl.NVMMASharedLayout(128, 16, rank=len(box)))
 
 
 def weight_descriptor(weight: torch.Tensor, rows: int, gated: bool) -> TensorDescriptor:
-    """Of a weight to be copied so many rows at a time; of a gated one 8 rows of gate and 8 of up in turn."""
+    """The descriptor of a weight that is copied ``rows`` rows at a time; of a gated one 8 rows of gate and 8 of up in
+    turn."""
     (n, k), step = weight.shape, weight.stride(0)
     if not gated:
         return descriptor(weight, [n, k], [step, 1], [rows, BLOCK_K])

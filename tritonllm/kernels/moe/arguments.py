@@ -16,7 +16,7 @@ class Experts(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Chosen experts."""
+    """The experts that were chosen for each token, and their weights."""
 
     weights: torch.Tensor
     ids: torch.Tensor

@@ -31,7 +31,7 @@ def _choose(
     experts: Experts,
     result: Result,
 ) -> None:
-    """In two operations, the experts and then their products."""
+    """Choose the experts and compute their products, as two operations."""
     weights = torch.empty((len(x), top_k), dtype=torch.float32, device=x.device)
     ids = torch.empty_like(weights, dtype=torch.int32)
     OPS["moe_route"](logits, correction_bias, weights, ids, *rule)

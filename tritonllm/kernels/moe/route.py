@@ -69,7 +69,7 @@ def choose_experts(p_logits, m_row, bias_ptr, TOP_K: tl.constexpr, ROUTING: tl.c
     Args:
         p_logits: ``[ROWS, 1]`` pointers to rows of logits; m_row: ``[ROWS, 1]`` which of them there are.
         bias_ptr: ``[E]`` added to the scores for the choice, or None.
-        ROUTING: of :func:`routing_constants`.
+        ROUTING: the constants that :func:`routing_constants` gives.
 
     Returns:
         experts ``[1, LANES]``, their logits ``[ROWS, LANES]`` in float32 (-inf in lanes without an expert), and the

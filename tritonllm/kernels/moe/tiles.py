@@ -66,7 +66,8 @@ def at_most(tokens: int) -> int:
 
 
 def eviction_policy(out: torch.Tensor, top_k: int) -> str:
-    """Of a product's stores: the second-level cache (60 MB on an H200) is to hold a small result for the next kernel.
+    """The eviction policy of a product's stores: the second-level cache (60 MB on an H200) is to hold a small result
+    for the next kernel.
 
     Otherwise weights push it out: 256 tokens of E128 take 290 us instead of 297. Larger results gain less: 1024 tokens
     328 us with the first product's 13 MB held, 329 with the second's 34 MB too, 331 with neither.

@@ -81,7 +81,7 @@ def check_same_dtype(name: str, t: torch.Tensor, other_name: str, other: torch.T
 
 
 def aligned(*tensors: torch.Tensor) -> bool:
-    """All of them begin at a multiple of 16 bytes, which asynchronous copies need.
+    """Whether all tensors begin at a multiple of 16 bytes, which asynchronous copies need.
 
     torch's compiler traces without addresses: it is told that they do. What it allocates does, and so do the weights.
     """

@@ -10,12 +10,12 @@ from tritonllm import env
 
 
 class Chip(NamedTuple):
-    """Of a GPU.
+    """What launch configurations depend on of a GPU.
 
     Attributes:
-        backend: Triton's, ``cuda`` or ``hip``.
+        backend: the name of Triton's backend, ``cuda`` or ``hip``.
         arch: 90 for compute capability 9.0; a name for AMD's.
-        processors: multiprocessors; an H200's where there is no GPU.
+        processors: how many multiprocessors it has; as an H200 where there is no GPU.
     """
 
     backend: str

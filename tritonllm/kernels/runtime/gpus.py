@@ -14,10 +14,10 @@ class Gpu(NamedTuple):
     """A kind of GPU.
 
     Attributes:
-        name: as its driver calls it, ``"NVIDIA H200"``.
+        name: the name that its driver gives it, ``"NVIDIA H200"``.
         arch: 90 for compute capability 9.0.
-        processors: multiprocessors.
-        memory_gib: of it.
+        processors: how many multiprocessors it has.
+        memory_gib: how much memory it has, in GiB.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Gpu(NamedTuple):
 
 
 def gpu_at(index: int) -> Gpu:
-    """One of this machine's."""
+    """A GPU of this machine, by its index."""
     found = torch.cuda.get_device_properties(index)
     gib = found.total_memory / 2**30
     return Gpu(found.name, 10 * found.major + found.minor, found.multi_processor_count, gib)
@@ -35,7 +35,7 @@ def gpu_at(index: int) -> Gpu:
 
 @functools.cache
 def tuned_gpus(tables: Path) -> tuple[Gpu, ...]:
-    """Those that have tables in this folder, of which each names its GPU."""
+    """The GPUs that have tables in this folder; each table names its GPU."""
     files = [min(folder.glob("*.json"), default=None) for folder in sorted(tables.iterdir())]
     heads = [json.loads(file.read_text()) for file in files if file is not None]
     return tuple(Gpu(head["gpu"], head["arch"], head["processors"], head["memory_gib"]) for head in heads)

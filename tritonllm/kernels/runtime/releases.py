@@ -34,8 +34,10 @@ TRITON = release_of(triton.__version__)
 
 
 def require_supported(triton_version: str, torch_version: str) -> None:
-    """Raises:
-    ImportError: a release of Triton or torch that these kernels were not tested with.
+    """Check the releases of Triton and torch.
+
+    Raises:
+        ImportError: a release of Triton or torch that these kernels were not tested with.
     """
     torches = [name for names in SUPPORTED.values() for name in names]
     for package, version, names in (("Triton", triton_version, [*SUPPORTED]), ("torch", torch_version, torches)):

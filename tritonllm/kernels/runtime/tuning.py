@@ -155,9 +155,9 @@ class Choice(NamedTuple):
     """The launch configuration that an operation asked for.
 
     Attributes:
-        op: the table's name.
-        key: of the problem.
-        config: what it got.
+        op: the name of the operation's table.
+        key: the key of the problem.
+        config: the launch configuration that it got.
         reason: why: an entry of a table, or the default.
     """
 
@@ -225,7 +225,8 @@ def override(op: str, config: Config | Callable[..., Config]) -> Iterator[list[d
 
 
 def _config_with_seams(device: torch.device, op: str, default: Callable[..., Config], key: dict[str, Any]) -> Config:
-    """By the innermost override of the operation; else as without one, and those who watch learn of it."""
+    """The configuration by the innermost override of the operation; else as without one, and those who watch learn of
+    it."""
     for seam in reversed(_seams):
         if isinstance(seam, _Override) and seam.op == op:
             return seam.choose(key)

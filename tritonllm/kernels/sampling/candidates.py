@@ -44,7 +44,8 @@ def load_listed(row, p_list, first, n_listed, V, TILE: tl.constexpr):
 
 @triton.jit
 def _load_apart(row, p_list, first, n_listed, V, TILE: tl.constexpr):
-    """The same as [TILE * GROUP] blocks, for scattered stores: neighbours belong to different threads.
+    """Logits and ids as :func:`load_listed` gives them, but as [TILE * GROUP] blocks, for scattered stores: neighbours
+    belong to different threads.
 
     If the compiler saw that four tokens lie side by side, it would give them to one thread, and then deal the tile out
     anew, through shared memory, for the stores: for 64 groups that takes 4.0 us on an H200, this 2.4.

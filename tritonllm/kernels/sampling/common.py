@@ -142,7 +142,8 @@ def load_scan(max_ptr, sum_ptr, row, n_groups, NG: tl.constexpr):
 
 @triton.jit
 def load_scans(max_ptr, sum_ptr, steps_ptr, row, n_groups, NG: tl.constexpr, EACH: tl.constexpr):
-    """The same of a row that lies on several ranks, with ``EACH`` groups of each: see :func:`tokens_at`."""
+    """The largest logit and the sum of each group of a row that lies on several ranks, with ``EACH`` groups on each:
+    see :func:`tokens_at`."""
     b_group = tl.arange(0, NG)
     m_group = b_group < n_groups
     p_max = tokens_at(max_ptr + row * EACH, steps_ptr, b_group, m_group, EACH)
@@ -303,7 +304,7 @@ def scored_draw_ref(
     group_ids = torch.arange(n_groups, device=groups.device)[None] + first // GROUP.value
     score = torch.logsumexp(groups * LN2, -1) * LOG2E.value + gumbel_ref(group_ids, seeds, steps, group_stream)
     group = score.argmax(-1, keepdim=True)
-    width = min(vocab, GROUP.value)  # noise for the rest of the only group was nine tenths of the work with few tokens
+    width = min(vocab, GROUP.value)  # with few tokens, noise for all of the only group is nine tenths of the work
     token = first + group * GROUP.value + torch.arange(width, device=groups.device)
     best = score.gather(1, group)[:, 0]
     score = groups.gather(1, group[..., None].expand(-1, 1, width))[:, 0]

@@ -265,7 +265,7 @@ def draw_rows(
         workspace: at least ``[B * N]`` int32 zeros; ``None`` makes them.
         out: ``[B * N]`` int64: gets the tokens of rows without limits.
         offsets: ``[B, N]`` int32, contiguous: what each row adds to the sequence's step in place of its position.
-        masks: of the rows; need N = 1.
+        masks: the masks of the rows; need N = 1.
 
     Returns:
         For rows with limits, ``[B * N, ceil(V / 128)]`` twice, as of ``common.scan``.

@@ -69,7 +69,7 @@ def make_logit_edits(
 
     Args:
         seats: S. A seat takes 2.25 bytes for each token of the vocabulary and 12 + 4 ``longest`` for each entry.
-        vocab: V.
+        vocab: V, the size of the vocabulary.
         entries: E, the most entries of one request; rounded up to a power of two.
         longest: L, the most tokens that an entry can ask for; rounded up to a power of two.
     """

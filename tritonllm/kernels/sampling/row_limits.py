@@ -21,7 +21,7 @@ _UNSETTLED = tl.constexpr(-1)  # in place of a last tie
 
 
 class RowLimits(NamedTuple):
-    """Of R rows, each ``[R]``; not written for rows that take the argmax, or hold nothing but -inf.
+    """The limits of R rows, each ``[R]``; not written for rows that take the argmax, or hold nothing but -inf.
 
     Attributes:
         threshold: float32: larger logits stay; -inf where nothing is cut.

@@ -305,11 +305,11 @@ def advance_seats(
     To run it twice for the same step changes nothing that counts, whatever has been drawn in between.
 
     Args:
-        state: of S seats.
-        parameters: of the seats.
-        rows: at most S.
-        out: the rows' parameters.
-        decodes: D of them.
+        state: the state of S seats.
+        parameters: the sampling parameters of the seats.
+        rows: the rows of the step, at most S.
+        out: gets the parameters of the rows.
+        decodes: the D decodes of the step.
         drawn: ``[N]`` int64, N at most S: the new token of each row of the step before.
         block_tokens: tokens of a block of ``decodes.tables``, over all ranks where they split a sequence's keys: slots
             are those of whole blocks.

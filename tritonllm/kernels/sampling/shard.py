@@ -257,8 +257,10 @@ def best_of_shards(drawn: torch.Tensor, *, out: torch.Tensor | None = None) -> t
 
 
 def check_drawn(name: str, x: torch.Tensor, shape: tuple[int, ...], like: torch.Tensor) -> None:
-    """Raises:
-    ValueError: ``x`` cannot hold what shards draw.
+    """Check a tensor that holds what shards draw.
+
+    Raises:
+        ValueError: ``x`` cannot hold what shards draw.
     """
     check_tensor(name, x, shape, dtype=torch.float64, like=like)
     require(x.is_contiguous(), f"{name} must be contiguous")

@@ -87,8 +87,9 @@ def sample_limited_shards(
     Args:
         logits: ``[R, C]`` float32, this rank's part; contiguous in the last dimension, all ranks with one row stride.
             Columns behind the vocabulary may hold anything.
-        group_max, group_sum: ``[R, C / 128]`` float32, this rank's: what :func:`sample_shard` found of them.
-        temperature, top_k, top_p, min_p, seeds, steps: of the rows, as in :func:`sample`.
+        group_max, group_sum: ``[R, C / 128]`` float32, this rank's part: what :func:`sample_shard` found of its
+            columns.
+        temperature, top_k, top_p, min_p, seeds, steps: the parameters of the rows, as in :func:`sample`.
         rank_steps: ``[ranks]`` int64: the address of each rank's memory less the own one's, in steps of 256 bytes.
         vocab: columns of all ranks together.
         out: ``[R]`` int64. Rows without limits, and those that take the argmax, are left as they are.

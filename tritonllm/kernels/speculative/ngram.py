@@ -31,8 +31,8 @@ def _same(p_text, b_at, p_last, last, back: tl.constexpr, m_at):
 
 @triton.jit
 def _longest_run(p_text, length, p_last, last, SHORTEST: tl.constexpr, LONGEST: tl.constexpr, TILE: tl.constexpr):
-    """Of the runs among ``length`` tokens that equal the last tokens of a sequence, those at ``p_last`` and before it:
-    the longest, and of equal ones the latest. Returns its number of tokens and its last one's place; -1 for none."""
+    """The longest run among ``length`` tokens that equals the last tokens of a sequence, those at ``p_last`` and before
+    it; of equally long ones the latest. Returns its number of tokens and its last one's place; -1 for none."""
     b_best = tl.full([TILE], -1, tl.int64)
     for first in range(0, length, TILE):
         b_at = first + tl.arange(0, TILE)
@@ -196,7 +196,7 @@ def propose_ngrams(
         shortest, longest: tokens of the runs that are looked for, from 1 to ``MOST_LOOKUP``.
         past: ``[P]`` int32, tokens of other texts with -1 between them, P at least 1. They count where their run is
             longer than any in the sequence itself.
-        factor: of a run of n tokens at most ``factor * n`` drafts; 0 for no such limit.
+        factor: how many drafts there may be for each token of the run that was found; 0 for no such limit.
 
     Raises:
         ValueError: a wrong shape, dtype, device or length.

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from tritonllm.models import weight_names
+from tritonllm.models import text_part, weight_names
 from tritonllm.models.config_reader import ConfigReader
 from tritonllm.models.families import (
     alibi,
@@ -71,6 +71,9 @@ def spec_from_config(config: Config) -> ModelSpec:
         ValueError: an architecture that is not supported, a field missing or with a bad value, or a field that would
             change the computation in a way the decoder does not know.
     """
+    text_of, alone = "", None if _known(config) else _text_alone(config)
+    if alone is not None:
+        text_of, config = _named(config), alone
     architecture = _architecture(config)
     family, head = _find(architecture)
     for name, neutral in _NEUTRAL.items():
@@ -89,13 +92,27 @@ def spec_from_config(config: Config) -> ModelSpec:
         "tie_word_embeddings": reader.flag("tie_word_embeddings"),
         "eos_token_ids": reader.token_ids("eos_token_id"),
         "dtype": reader.dtype(),
+        "text_of": text_of,
     }
     return ModelSpec(**{**fields, **axes})
 
 
 def is_supported(config: Config) -> bool:
-    """There is a family for this configuration's architecture."""
-    return _known(config) is not None
+    """Whether there is a family for this configuration's architecture, or for the text model in it."""
+    return _known(config) is not None or _text_alone(config) is not None
+
+
+def _text_alone(config: Config) -> Config | None:
+    """The configuration of the text model of a checkpoint of more than text, if there is a family for it."""
+    if not text_part.has_text_part(config):
+        return None
+    by_type = {family.model_type: name for name, family in FAMILIES.items() if name.endswith(_GENERATES)}
+    return text_part.text_part(config, by_type)
+
+
+def _named(config: Config) -> str:
+    """What a configuration calls its architecture."""
+    return ", ".join(config.get("architectures") or []) or str(config.get("model_type"))
 
 
 def _known(config: Config) -> str | None:
@@ -135,8 +152,7 @@ def as_classifier(config: Config) -> Config:
 def _architecture(config: Config) -> str:
     known = _known(config)
     if known is None:
-        what = ", ".join(config.get("architectures") or []) or config.get("model_type")
-        raise ValueError(f"architecture {what} is not supported; supported: {', '.join(sorted(FAMILIES))}")
+        raise ValueError(f"architecture {_named(config)} is not supported; supported: {', '.join(sorted(FAMILIES))}")
     return known
 
 
@@ -155,7 +171,7 @@ def weight_map(spec: ModelSpec) -> dict[str, Slot]:
 def is_extra(spec: ModelSpec, name: str) -> bool:
     """A tensor of the layers that draft tokens for this model, such as GLM-4.5's, and are not part of it."""
     family, _ = _find(spec.architecture)
-    if name.startswith(family.extra_names):
+    if name.startswith(family.extra_names) or (spec.text_of and text_part.is_of_a_tower(name)):
         return True
     layers = range(spec.num_layers, spec.num_layers + family.extra_layers)
     return any(name.startswith(f"{family.names(spec).layer.format(i)}.") for i in layers)

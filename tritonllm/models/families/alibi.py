@@ -14,9 +14,9 @@ from tritonllm.models.weight_names import WeightNames
 
 
 def alibi_slopes(heads: int, bias_max: float = 8.0) -> tuple[float, ...]:
-    """Of each head: a geometric series down to ``2 ** -bias_max``.
+    """The slope of each head: a geometric series down to ``2 ** -bias_max``.
 
-    If ``heads`` is no power of two, that of the power below, then every other one of the next power's.
+    If ``heads`` is no power of two, the slopes are those of the power below, then every other one of the next power's.
     """
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2.0 ** (-bias_max * i / power) for i in range(1, power + 1)]
@@ -31,7 +31,7 @@ def _bloom(config: ConfigReader) -> dict[str, Any]:
 
 
 def _mpt(config: ConfigReader) -> dict[str, Any]:
-    """Nothing has a bias. Fields of attention are in an object of their own."""
+    """The axes of MPT: nothing has a bias, and fields of attention are in an object of their own."""
     given = config.get("attn_config") or {}
     if not isinstance(given, Mapping):
         raise ValueError(f"config.json: attn_config must be an object, got {given!r}")

@@ -16,10 +16,10 @@ from tritonllm.models.weight_names import WeightNames
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One architecture.
+    """How an architecture's configuration and weights are read.
 
     Attributes:
-        model_type: its name in configurations that give no ``architectures``.
+        model_type: the architecture's name in configurations that give no ``architectures``.
         axes: from the configuration, the fields of :class:`ModelSpec` that this architecture decides: ``norm`` and
             ``layers`` at least.
         names: what checkpoints call the weights; may depend on the spec.
@@ -27,7 +27,7 @@ class Family:
         renames: this architecture's name of a field -> the usual one.
         reads: fields that other architectures do not know and that ``axes`` computes with.
         aliases: other names in ``architectures``.
-        extra_layers: at most this many layers beyond the model's own may be in the files: they draft tokens for it.
+        extra_layers: how many layers beyond the model's own may be in the files at most: they draft tokens for it.
         extra_names: beginnings of the names of other tensors that are not part of the model, for the same reason.
         heads: architectures that have something else for the output projection; beside those of ``BY_SUFFIX`` in
             :mod:`~tritonllm.models.families.heads`.
@@ -73,7 +73,7 @@ def attention(config: ConfigReader, *, num_kv_heads: int | None = None, **axes: 
 
 
 def full_attention(config: ConfigReader, **axes: Any) -> AttentionSpec:
-    """Every query head has a key head: for architectures from before grouped queries."""
+    """Attention whose query heads have a key head each: for architectures from before grouped queries."""
     return attention(config, num_kv_heads=config.size("num_attention_heads"), **axes)
 
 

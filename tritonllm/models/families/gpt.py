@@ -112,7 +112,7 @@ def _falcon(config: ConfigReader) -> dict[str, Any]:
 
 
 def _falcon_slopes(heads: int, head: int) -> tuple[float, ...]:
-    """As Falcon has them: in bfloat16, and added before the products are scaled.
+    """The slopes as Falcon has them: in bfloat16, and added before the products are scaled.
 
     transformers multiplies by positions in bfloat16 as well, which beyond 256 keys takes neighbours for one; not here.
     """

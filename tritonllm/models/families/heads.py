@@ -16,7 +16,7 @@ class FamilyHead:
     """What an architecture has in the place of the output projection of its family.
 
     Attributes:
-        spec: from the configuration; ``None``: nothing.
+        spec: makes the head's description from the configuration; ``None``: there is nothing.
         names: what checkpoints call its dense layers.
         norm_names: and their norms, ``""`` where there is none.
     """
@@ -33,7 +33,8 @@ def count_labels(config: ConfigReader) -> int:
 
 
 def label_activation(config: ConfigReader, labels: int) -> Literal["none", "sigmoid", "softmax"]:
-    """As vLLM has it: by ``problem_type``, by what a cross-encoder's files say, and else by the number of labels."""
+    """The activation of a classifier, as vLLM has it: by ``problem_type``, by what a cross-encoder's files say, and
+    else by the number of labels."""
     kinds: dict[str, Literal["none", "sigmoid", "softmax"]] = {
         "regression": "none",
         "multi_label_classification": "sigmoid",

@@ -1,5 +1,7 @@
 """What an operator may tell the engine over HTTP, behind ``--server-dev-mode``. Paths and arguments are vLLM's."""
 
+import json
+from dataclasses import asdict
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
@@ -10,12 +12,14 @@ from pydantic import ConfigDict, Field
 from tritonllm.serve.api.errors import APIError
 from tritonllm.serve.api.protocol import Body
 from tritonllm.serve.engines.async_llm import AsyncLLM
+from tritonllm.version import __version__
 
 ORIGIN = "this path answers no pages of browsers: leave the header Origin out, or set --api-key"
 
 
 class OrderBody(Body):
-    """Of an order, which nobody follows with a part of it left out: what it does not know is an error."""
+    """The body of an order, which nobody follows with a part of it left out: a field that it does not know is an
+    error."""
 
     model_config = ConfigDict(extra="forbid")
     refused = MappingProxyType({})
@@ -37,18 +41,21 @@ class RpcRequest(OrderBody):
 
 
 def refuse_pages(request: Request, has_keys: bool) -> None:
-    """Without keys a page of a browser can send a POST without a body to any server that its reader reaches.
+    """Refuse pages of browsers: without keys a page can send a POST without a body to any server that its reader
+    reaches.
 
     Raises:
-        APIError: it comes from one.
+        APIError: the request comes from a page.
     """
     if not has_keys and "origin" in request.headers:
         raise APIError(403, ORIGIN)
 
 
 def add_admin(app: FastAPI, llm: AsyncLLM, has_keys: bool) -> None:
-    """Args:
-    has_keys: nobody gets here without one.
+    """Add the routes by which a client gives the engine orders: to sleep, to wake up, to reload its weights, and so on.
+
+    Args:
+        has_keys: whether the server has keys, without which nobody gets here.
     """
 
     @app.post("/sleep")
@@ -83,6 +90,12 @@ def add_admin(app: FastAPI, llm: AsyncLLM, has_keys: bool) -> None:
         refuse_pages(request, has_keys)
         await llm.reset_expert_load()
         return JSONResponse({})
+
+    @app.get("/server_info")
+    async def server_info(config_format: Literal["text", "json"] = "text") -> Response:
+        config = llm.config
+        told = str(config) if config_format == "text" else json.loads(json.dumps(asdict(config), default=str))
+        return JSONResponse({"version": __version__, "vllm_config": told})
 
     @app.post("/reload_weights")
     async def reload_weights(request: Request, body: ReloadRequest | None = None) -> Response:

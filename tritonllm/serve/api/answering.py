@@ -37,7 +37,7 @@ class Service:
 
     Args:
         llm: the engine.
-        config: of the server.
+        config: the configuration of the server.
         count_ignored: is told the name of each field of a request that changes nothing.
 
     Raises:
@@ -160,15 +160,17 @@ class Service:
 
 
 class _Deadline:
-    """In so many seconds from now; ``None``: never."""
+    """A time by which an answer must have ended, so many seconds from now; ``None``: there is none."""
 
     def __init__(self, seconds: float | None) -> None:
         self._seconds = seconds
         self._end = None if seconds is None else asyncio.get_running_loop().time() + seconds
 
     async def before(self, work: Awaitable[T]) -> T:
-        """Raises:
-        APIError: 504, the work takes longer.
+        """Await some work, but no longer than until the deadline.
+
+        Raises:
+            APIError: 504, the work takes longer.
         """
         if self._end is None:
             return await work
@@ -216,7 +218,8 @@ async def merge(streams: Sequence[AsyncGenerator[RequestOutput, None]], at_once:
 
 
 def answer_id(prefix: str, request: Request, chosen: str | None) -> str:
-    """As vLLM: the id that the body chose, or else the request's, behind what kind of answer it is."""
+    """The id of an answer as vLLM makes it: the id that the body chose, or else the request's, behind what kind of
+    answer it is."""
     return f"{prefix}{chosen or request.state.request_id}"
 
 
@@ -244,7 +247,7 @@ async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
 
 
 async def respond(request: Request, answer: Awaitable[dict[str, Any]]) -> Response:
-    """One JSON object."""
+    """Respond with one JSON object."""
     return Response(as_json(await unless_disconnected(request, answer)), media_type="application/json")
 
 

@@ -55,8 +55,14 @@ def make_app(
         if traces is not None:
             await asyncio.to_thread(traces.close)
 
-    app = FastAPI(title="tritonllm", version=__version__, lifespan=lifespan, redirect_slashes=False)
-    app.state.draining = False
+    app = FastAPI(
+        title="tritonllm",
+        version=__version__,
+        root_path=config.root_path,
+        lifespan=lifespan,
+        redirect_slashes=False,
+    )
+    app.state.draining, running = False, running or SharedCount()
     metrics = ServerMetrics(llm, config.model_names[0], metrics_folder)
     service = Service(llm, config, metrics.ignored)
     traces = None
@@ -66,9 +72,11 @@ def make_app(
         app.add_middleware(WithParent)
     _add_errors(app)
     _add_answers(app, service)  # first: paths are looked for in this order, 3 us each
-    add_status(app, llm, metrics)
+    add_status(app, llm, metrics, running)
     _add_models(app, service)
     _add_tokenizer(app, service)
+    if config.enable_tokenizer_info_endpoint:
+        _add_tokenizer_info(app, service)
     add_pooling(app, service)
     if config.server_dev_mode:
         add_admin(app, llm, bool(config.api_keys))
@@ -172,18 +180,45 @@ def _add_models(app: FastAPI, service: Service) -> None:
         return JSONResponse(entry(service.check_model(name)))
 
 
+def _tokenizer_of(service: Service) -> Any:
+    """The tokenizer that the server reads texts with.
+
+    Raises:
+        APIError: there is none.
+    """
+    if service.llm.inputs.tokenizer is None:
+        raise APIError(400, "this server has no tokenizer: it works with token ids")
+    return service.llm.inputs.tokenizer
+
+
+def _add_tokenizer_info(app: FastAPI, service: Service) -> None:
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> Response:
+        tokenizer = _tokenizer_of(service)
+        told = {"tokenizer_class": type(tokenizer).__name__} | _plain(tokenizer.init_kwargs)
+        template = service.config.chat_template or tokenizer.chat_template
+        return JSONResponse(told | ({} if template is None else {"chat_template": template}))
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can say of a tokenizer's arguments: of an added token its fields, of other objects their text."""
+    if isinstance(value, dict):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, str | int | float | bool | None):
+        return value
+    state = getattr(value, "__getstate__", lambda: None)()
+    return _plain(state) if isinstance(state, dict) else str(value)
+
+
 def _add_tokenizer(app: FastAPI, service: Service) -> None:
     llm = service.llm
-
-    def require_tokenizer() -> Any:
-        if llm.inputs.tokenizer is None:
-            raise APIError(400, "this server has no tokenizer: it works with token ids")
-        return llm.inputs.tokenizer
 
     @app.post("/tokenize")
     async def tokenize(request: Request, body: TokenizeRequest) -> Response:
         service.accept(request, body)
-        require_tokenizer()
+        _tokenizer_of(service)
         if (text := body.prompt) is not None:
             encoded = llm.with_tokenizer(len(text), lambda inputs: inputs.encode(text, body.add_special_tokens))
             ids = await unless_disconnected(request, encoded)
@@ -200,7 +235,7 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
     @app.post("/detokenize")
     async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
         service.accept(request, body)
-        require_tokenizer()
+        _tokenizer_of(service)
         llm.inputs.check_ids(body.tokens, "tokens")
         size = TOKEN_CHARACTERS * len(body.tokens)
         decoded = llm.with_tokenizer(size, lambda inputs: inputs.tokenizer.decode(body.tokens))

@@ -41,7 +41,7 @@ async def with_logprobs(outputs: Outputs, count: int | None) -> AsyncGenerator[t
     """The outputs of searches, which know more continuations of each token than were asked for.
 
     Args:
-        count: of the most likely tokens at each position; ``None`` for no log-probabilities.
+        count: how many of the most likely tokens to report at each position; ``None`` for no log-probabilities.
     """
     async with aclosing(outputs):
         async for index, output in outputs:

@@ -17,9 +17,11 @@ Kind = Literal["reasoning", "text", "call"]
 
 @dataclass
 class Block:
-    """Args:
-    kind: what ``text`` is: a thought, text for the user, or the arguments of a call.
-    name, call_id: of a call.
+    """A part of an answer: a thought, text for the user, or a call of a tool.
+
+    Args:
+        kind: what ``text`` is: a thought, text for the user, or the arguments of a call.
+        name, call_id: the name of the tool that is called, and the id of the call.
     """
 
     kind: Kind
@@ -52,8 +54,10 @@ Change = Begin | More | End
 
 @dataclass
 class Blocks:
-    """Args:
-    new_call_id: makes the id of a call.
+    """Puts the parts of an answer together as they come.
+
+    Args:
+        new_call_id: makes the id of a call.
     """
 
     new_call_id: Callable[[], str]

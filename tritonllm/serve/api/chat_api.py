@@ -26,8 +26,10 @@ from tritonllm.serve.parsing.pieces import (
 
 
 async def chat(service: Service, request: Request, body: ChatRequest) -> Response:
-    """Raises:
-    APIError, ValueError, QueueFullError, EngineDeadError: see :mod:`tritonllm.serve.api.errors`.
+    """Answer ``POST /v1/chat/completions``.
+
+    Raises:
+        APIError, ValueError, QueueFullError, EngineDeadError: see :mod:`tritonllm.serve.api.errors`.
     """
     model = service.accept(request, body)
     turn = await prepare(service, request, body, (body.top_logprobs or 0) if body.logprobs else None)
@@ -42,7 +44,7 @@ async def chat(service: Service, request: Request, body: ChatRequest) -> Respons
 
 
 def _role(body: ChatRequest) -> str:
-    """Of the answer: that of the last message if it is to be continued."""
+    """The role of the answer: that of the last message if it is to be continued."""
     return str(body.messages[-1].get("role", "assistant")) if body.continue_final_message else "assistant"
 
 
@@ -186,6 +188,6 @@ async def tokens_of_chat(service: Service, request: Request, body: TokenizeReque
     assert body.messages is not None
     same = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
     chat_body = chat_request({name: getattr(body, name) for name in same})
-    options = chat_body.options(service.config.chat_template, False)
+    options = chat_body.options(service.config.chat_template, False, service.config.default_chat_template_kwargs)
     prompt: Any = await unless_disconnected(request, service.llm.render_chat(body.messages, options))
     return prompt["prompt_token_ids"]

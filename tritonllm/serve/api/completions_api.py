@@ -30,8 +30,10 @@ from tritonllm.serve.engines.tokenizing import about, numbered
 
 
 async def complete(service: Service, request: Request, body: CompletionRequest) -> Response:
-    """Raises:
-    APIError, ValueError, QueueFullError, EngineDeadError: see :mod:`tritonllm.serve.api.errors`.
+    """Answer ``POST /v1/completions``.
+
+    Raises:
+        APIError, ValueError, QueueFullError, EngineDeadError: see :mod:`tritonllm.serve.api.errors`.
     """
     model = service.accept(request, body)
     more = {}
@@ -72,7 +74,7 @@ async def _without_tokens(outputs: Outputs) -> AsyncGenerator[tuple[int, Request
 
 
 async def _prompts(service: Service, body: CompletionRequest) -> list[Prompt]:
-    """Those of the body; an error begins with the name of its prompt."""
+    """The prompts of the body, tokenized; an error begins with the name of its prompt."""
     prompts = []
     for name, prompt in zip(numbered("prompt", len(body.prompts())), body.prompts(), strict=True):
         with about(name):
@@ -102,10 +104,10 @@ class _Choices:
     """Makes the entries of ``choices``.
 
     Args:
-        n: continuations of a prompt.
+        n: how many continuations each prompt has.
 
     Attributes:
-        count: of all entries.
+        count: how many entries there are in all.
     """
 
     def __init__(self, service: Service, body: CompletionRequest, n: int) -> None:

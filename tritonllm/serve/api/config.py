@@ -1,8 +1,11 @@
 """What an operator chooses about the server; the engine has its own configuration."""
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
+from tritonllm.engine.text.chat import ChatOptions
 from tritonllm.http.guard import HEADER_TIMEOUT, MAX_HEADER_BYTES, MAX_HEADER_COUNT, HeadLimits
 from tritonllm.serve.engines.profiling import ProfilerConfig
 from tritonllm.serve.parsing.choose import check_names
@@ -12,32 +15,38 @@ ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#*]+")
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """Args:
-        model_names: under which requests may name the model; the first one is in answers.
+    """What a server is started with: names, addresses, keys, limits.
+
+    Args:
+        model_names: the names under which requests may ask for the model; the first one is in answers.
         host, port: where to listen. By default only this machine can connect.
         uds: a Unix socket to listen on instead.
         api_keys: one of them must come as ``Authorization: Bearer``; none: everybody may ask.
         chat_template: a Jinja template to use instead of the tokenizer's.
+        default_chat_template_kwargs: variables of the template for requests that do not bring these.
         tool_call_parser, reasoning_parser: how calls of tools and thoughts are read out of answers, by name; ``"none"``
             leaves them in the text, ``None`` goes by the chat template.
-        enable_auto_tool_choice: there must be a parser for calls.
-        trust_request_chat_template: a request may bring its own template.
-        strict_fields: a field of a request that changes nothing, unknown or not, is an error.
-        max_body_bytes: of a request.
-        max_header_bytes, max_header_count: of a request's head: its line and headers together, and how many headers.
-        header_timeout: seconds that a client may take for it.
-        max_concurrency: requests that may be answered at once.
+        enable_auto_tool_choice: whether there must be a parser for calls.
+        trust_request_chat_template: whether a request may bring its own template.
+        strict_fields: whether a field of a request that changes nothing, unknown or not, is an error.
+        max_body_bytes: how many bytes the body of a request may have.
+        max_header_bytes, max_header_count: how many bytes a request's line and headers may have together, and how many
+            headers there may be.
+        header_timeout: how long a client may take to send them, in seconds.
+        max_concurrency: how many requests may be answered at once.
         drain_seconds: how long running requests may take after SIGTERM.
-        ssl_certfile, ssl_keyfile: for TLS.
-        api_server_count: processes that speak HTTP, in front of one engine.
-        server_dev_mode: clients may put the engine to sleep, wake it up, reload its weights, empty its prefix cache,
-            and ask what its experts have to do.
-        profiler_config: clients may let the engine write traces, and where to.
+        ssl_certfile, ssl_keyfile: the files of the certificate and of its key, for TLS.
+        root_path: under which what stands before the server offers its paths, as ``/llm``; it may take that away.
+        api_server_count: how many processes speak HTTP, in front of one engine.
+        server_dev_mode: whether clients may put the engine to sleep, wake it up, reload its weights, empty its prefix
+            cache, and ask what its experts have to do.
+        enable_tokenizer_info_endpoint: whether clients may read the tokenizer's configuration and the chat template.
+        profiler_config: whether clients may let the engine write traces, and where to.
         otlp_traces_endpoint: URL of an OpenTelemetry collector that gets a span for each request.
-        request_timeout: seconds that a request may take; ``None``: as many as it needs.
-        allowed_origins: of pages in browsers that may ask, as ``https://chat.example``; ``"*"`` is any, and none is the
-            default (CORS). Their requests need the key like others.
-        restart: so often within ten minutes an engine that has died is started anew; then the server ends.
+        request_timeout: how many seconds a request may take; ``None``: as many as it needs.
+        allowed_origins: the origins of pages in browsers that may ask, as ``https://chat.example``; ``"*"`` is any, and
+            none is the default (CORS). Their requests need the key like others.
+        restart: how often within ten minutes an engine that has died is started anew; then the server ends.
 
     Raises:
         ValueError: a bad value; the message names the option.
@@ -47,8 +56,10 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     uds: str | None = None
+    root_path: str = ""
     api_keys: tuple[str, ...] = ()
     chat_template: str | None = None
+    default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
     enable_auto_tool_choice: bool = False
@@ -62,6 +73,7 @@ class ServerConfig:
     drain_seconds: float = 30.0
     api_server_count: int = 1
     server_dev_mode: bool = False
+    enable_tokenizer_info_endpoint: bool = False
     profiler_config: ProfilerConfig | None = None
     otlp_traces_endpoint: str | None = None
     request_timeout: float | None = None
@@ -81,6 +93,12 @@ class ServerConfig:
                     "--allowed-origins must be '*', or as a browser sends them, https://chat.example or "
                     f"http://localhost:3000, without a path; got {origin!r}"
                 )
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise ValueError(f"--root-path must begin with / and not end with it, as /llm, got {self.root_path!r}")
+        try:
+            ChatOptions(chat_template_kwargs=self.default_chat_template_kwargs)
+        except ValueError as error:
+            raise ValueError(f"--default-chat-template-kwargs: {error}") from error
         check_names(self.tool_call_parser, self.reasoning_parser)
         if not 0 <= self.port <= 65535:
             raise ValueError(f"--port must be from 0 to 65535, got {self.port}")

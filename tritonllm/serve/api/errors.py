@@ -53,7 +53,7 @@ def as_api_error(error: Exception, request: Request | None = None) -> APIError:
     """What an exception of the engine or of a handler means to a client.
 
     Args:
-        request: whose body has the field that a ``ValueError`` is about.
+        request: the request, whose body has the field that a ``ValueError`` is about.
     """
     if isinstance(error, APIError):
         return error
@@ -96,8 +96,8 @@ def error_body(error: APIError) -> dict[str, Any]:
 
 
 def _text(text: str | None) -> str | None:
-    """With what no encoding can write (half of a surrogate pair, from a request) as its escape, and not as long as what
-    a client has sent and a message quotes."""
+    """A text for an error: what no encoding can write (half of a surrogate pair, from a request) as its escape, and not
+    as long as what a client has sent and a message quotes."""
     if text is not None and len(text) > MOST_CHARACTERS:
         text = f"{text[:MOST_CHARACTERS]}..."
     return text and text.encode("utf-8", "backslashreplace").decode()
@@ -129,8 +129,10 @@ def error_headers(error: APIError) -> Mapping[str, str]:
 
 
 def error_response(error: APIError, path: str = "") -> JSONResponse:
-    """Args:
-    path: that was asked; it says whose API this is.
+    """The response that tells a client of an error, in the shape of the API that it has asked.
+
+    Args:
+        path: the path that was asked, which says whose API it is.
     """
     body = anthropic_error(error) if path.startswith(ANTHROPIC_PATHS) else error_body(error)
     return JSONResponse(body, error.status, headers=error_headers(error))

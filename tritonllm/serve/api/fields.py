@@ -172,7 +172,7 @@ def asks_for_nothing(name: str, value: Any, refused: Neutral) -> bool:
     """Whether a field that is not supported may be left out without a word.
 
     Args:
-        name: with its path.
+        name: the name of the field, with its path.
         refused: fields that would change this answer.
 
     Raises:
@@ -206,9 +206,11 @@ class IgnoredFields:
         self._room = MOST_NAMES
 
     def note(self, names: Iterable[str], path: str) -> None:
-        """Args:
-        names: of one request's fields, each with its path.
-        path: that was asked.
+        """Count the ignored fields of one request, and log those that are new.
+
+        Args:
+            names: the names of the request's fields, each with its path.
+            path: the path that was asked.
         """
         labels = set()  # each counts once a request, however often it comes
         for name in names:

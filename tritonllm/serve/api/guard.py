@@ -19,14 +19,14 @@ logger = logging.getLogger(__name__)
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
 
-OPEN_PATHS = {"/", "/health", "/ready", "/version", "/metrics"}  # of probes and scrapers: no key, no limit
+OPEN_PATHS = {"/", "/health", "/ping", "/ready", "/version", "/metrics"}  # of probes and scrapers: no key, no limit
 # Of who looks, again and again: a key, but no limit, and no line of the log when all is well.
-WATCHED_PATHS = {"/activity"}
+WATCHED_PATHS = {"/activity", "/load"}
 AT_ONCE = 8  # requests that begin in one turn of the event loop
 
 
 class Guard:
-    """ASGI middleware.
+    """ASGI middleware that checks keys, sizes and the number of requests before a handler runs.
 
     Args:
         app: what comes behind it.
@@ -45,7 +45,7 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = dict(scope["headers"])
+        headers, path = dict(scope["headers"]), path_of(scope)
         request_id = request_id_of(headers)
         scope.setdefault("state", {})["request_id"] = request_id
         begin, status = time.monotonic(), 0
@@ -58,25 +58,25 @@ class Guard:
             await send(message)
 
         try:
-            await self._guarded(scope, headers, receive, send_with_id)
+            await self._guarded(scope, path, headers, receive, send_with_id)
         finally:
-            if scope["path"] not in OPEN_PATHS and not (scope["path"] in WATCHED_PATHS and status == 200):
+            if path not in OPEN_PATHS and not (path in WATCHED_PATHS and status == 200):
                 took = 1e3 * (time.monotonic() - begin)
                 logger.info(
                     "%s %s %d %.1f ms id=%s", scope["method"], printable(scope["path"]), status, took, request_id
                 )
 
-    async def _guarded(self, scope: Any, headers: dict[bytes, bytes], receive: Receive, send: Send) -> None:
-        if scope["path"] in OPEN_PATHS:
+    async def _guarded(self, scope: Any, path: str, headers: dict[bytes, bytes], receive: Receive, send: Send) -> None:
+        if path in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
-        counted = scope["path"] not in WATCHED_PATHS
+        counted = path not in WATCHED_PATHS
         try:
             self._keys.check(headers)
             if counted and (total := self._running.total) >= self._config.max_concurrency:
                 raise APIError(429, f"{total} requests are being answered: try again later", code="busy")
         except (APIError, RefusedError) as error:
-            await error_response(_as_api_error(error), scope["path"])(scope, receive, send)
+            await error_response(_as_api_error(error), path)(scope, receive, send)
             return
         self._running.add(int(counted))
         try:
@@ -88,9 +88,15 @@ class Guard:
                 await self._pace.turn()
                 await self._app(scope, _replay(body, receive), send)
         except (APIError, RefusedError) as error:
-            await error_response(_as_api_error(error), scope["path"])(scope, receive, send)
+            await error_response(_as_api_error(error), path)(scope, receive, send)
         finally:
             self._running.add(-int(counted))
+
+
+def path_of(scope: Any) -> str:
+    """A request's path below ``--root-path``, whether or not what stands before the server has taken that away."""
+    path, root = scope["path"], scope.get("root_path", "")
+    return path.removeprefix(root) if root and path.startswith(f"{root}/") else path
 
 
 def _as_api_error(error: APIError | RefusedError) -> APIError:

@@ -20,8 +20,10 @@ from tritonllm.serve.parsing.objects import Objects
 
 
 async def message(service: Service, request: Request, body: MessagesRequest) -> Response:
-    """Raises:
-    APIError, ValueError, QueueFullError, EngineDeadError: see :mod:`tritonllm.serve.api.errors`.
+    """Answer ``POST /v1/messages``.
+
+    Raises:
+        APIError, ValueError, QueueFullError, EngineDeadError: see :mod:`tritonllm.serve.api.errors`.
     """
     model = service.accept(request, body)
     turn = await prepare(service, request, body.chat(service.llm.inputs.knows_thoughts))
@@ -36,7 +38,7 @@ async def message(service: Service, request: Request, body: MessagesRequest) -> 
 
 
 async def count_tokens(service: Service, request: Request, body: CountRequest) -> Response:
-    """As :func:`message`, but for the answer, and whether the prompt would fit or not."""
+    """Answer ``POST /v1/messages/count_tokens``: the prompt's tokens, whether it would fit or not."""
     service.accept(request, body)
     turn: Any = await prepare(service, request, chat_request(body.fields()), must_fit=False)
     return JSONResponse({"input_tokens": len(turn.prompt["prompt_token_ids"])})

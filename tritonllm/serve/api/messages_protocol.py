@@ -81,7 +81,7 @@ class CountRequest(ToolsBody):
 
 
 class MessagesRequest(CountRequest):
-    """``POST /v1/messages``."""
+    """The body of ``POST /v1/messages``."""
 
     refused = Body.refused
 
@@ -95,10 +95,10 @@ class MessagesRequest(CountRequest):
     structured_outputs: dict[str, Any] | None = None
 
     def chat(self, budget: bool) -> ChatRequest:
-        """The same as a chat completion.
+        """This request as a chat completion.
 
         Args:
-            budget: a thought's length can be limited.
+            budget: whether a thought's length can be limited.
 
         Raises:
             ValueError: what there is not here.

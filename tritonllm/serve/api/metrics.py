@@ -81,7 +81,7 @@ class EngineStatsCollector(Collector):
 
 @dataclass(slots=True)
 class _Times:
-    """Of a request that runs."""
+    """The times and sizes of a request that runs."""
 
     arrival: float
     n: int
@@ -96,7 +96,7 @@ class ServerMetrics:
     """Follows the requests of one :class:`AsyncLLM`.
 
     Args:
-        llm: whose requests; :attr:`AsyncLLM.observer` is set.
+        llm: the engine whose requests are counted; its :attr:`AsyncLLM.observer` is set.
         model_name: a label of every metric.
         folder: where several API processes count together; ``None``: there is one.
     """
@@ -143,7 +143,7 @@ class ServerMetrics:
         llm.observer = self
 
     def text(self) -> bytes:
-        """All of them in Prometheus' format."""
+        """All metrics in Prometheus' format."""
         if self._folder is None:
             return generate_latest(self.registry)
         together = CollectorRegistry()

@@ -61,7 +61,7 @@ class _PoolingAPI:
     """Answers, each as a coroutine of one JSON object.
 
     Args:
-        service: whose engine pools.
+        service: the service, whose engine pools.
     """
 
     def __init__(self, service: Service) -> None:
@@ -180,7 +180,7 @@ class _PoolingAPI:
 
 
 def _numbers(output: PoolingRequestOutput, encoding: str) -> Any:
-    """As a list (of lists), or base64 of float32 numbers, little endian."""
+    """The numbers of an output: a list (of lists), or base64 of float32 numbers, little endian."""
     data = output.outputs.data
     if encoding == "float":
         return data.tolist()

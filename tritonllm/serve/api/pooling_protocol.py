@@ -38,15 +38,17 @@ class PoolingBody(Body):
     request_id: str | None = Field(default=None, min_length=1, max_length=128)
 
     def pooling_params(self, task: PoolingTask, **more: Any) -> PoolingParams:
-        """Raises:
-        ValueError: a value outside its range.
+        """The pooling parameters that the body asks for.
+
+        Raises:
+            ValueError: a value outside its range.
         """
         common: Any = {"truncate_prompt_tokens": self.truncate_prompt_tokens, "use_activation": self.use_activation}
         return PoolingParams(task=task, **common, **more)
 
 
 class InputBody(PoolingBody):
-    """With texts or token ids, one or several."""
+    """A body with texts or token ids, one or several."""
 
     input: Prompts
     encoding_format: Literal["float", "base64"] = "float"
@@ -64,18 +66,18 @@ class InputBody(PoolingBody):
 
 
 class EmbeddingRequest(InputBody):
-    """``POST /v1/embeddings``."""
+    """The body of ``POST /v1/embeddings``."""
 
     dimensions: int | None = None
     normalize: bool | None = None
 
 
 class ClassifyRequest(InputBody):
-    """``POST /classify``."""
+    """The body of ``POST /classify``."""
 
 
 class PoolingRequest(InputBody):
-    """``POST /pooling``."""
+    """The body of ``POST /pooling``."""
 
     task: PoolingTask | None = None
     dimensions: int | None = None
@@ -98,7 +100,7 @@ class ScoreRequest(PoolingBody):
         return self
 
     def texts(self) -> tuple[list[Named], list[Named]]:
-        """Both sides, as long as each other.
+        """The texts of both sides; both have the same number.
 
         Raises:
             ValueError: none of the pairs, more than one, or lengths that do not fit.
@@ -121,7 +123,7 @@ class ScoreRequest(PoolingBody):
 
 
 class RerankRequest(PoolingBody):
-    """``POST /rerank``."""
+    """The body of ``POST /rerank``."""
 
     query: str
     documents: list[Document] = Field(min_length=1, fail_fast=True)
@@ -134,7 +136,7 @@ class RerankRequest(PoolingBody):
         return self
 
     def texts(self) -> list[Named]:
-        """Of the documents.
+        """The texts of the documents, with their names for errors.
 
         Raises:
             ValueError: a document that is neither text nor an object with one.

@@ -12,7 +12,7 @@ from tritonllm.serve.engines.profiling import NO_FOLDER
 
 
 def add_profile(app: FastAPI, llm: AsyncLLM, config: ServerConfig) -> None:
-    """Without a folder for traces both paths answer 404 and say what to do."""
+    """Add the routes that begin and end a trace. Without a folder for traces both answer 404 and say what to do."""
     offered, has_keys = config.profiler_config is not None, bool(config.api_keys)
 
     def check(request: Request) -> None:

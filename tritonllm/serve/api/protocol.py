@@ -58,7 +58,8 @@ PROMPTS = ("prompt", "input")  # the tokens of one, several prompts, or messages
 
 
 def _in_one_form(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
-    """Of a union pydantic says what is wrong with its first member only."""
+    """Check a value that may have several forms, with one message that names all of them: of a union, pydantic says
+    what is wrong with its first member only."""
     try:
         return check(value)
     except ValidationError as error:
@@ -108,7 +109,7 @@ class Body(BaseModel):
     """A number is not taken for a string, nor a string for a number.
 
     Attributes:
-        path: in front of the names of its fields, if it is a field itself.
+        path: the path in front of the names of its fields, if it is a field itself.
         refused: fields that it lacks and that would change the answer.
     """
 
@@ -164,7 +165,7 @@ def _structured(given: dict[str, Any]) -> StructuredOutputsParams:
 
 
 class ToolsBody(Body):
-    """With tools, of which some may be of kinds that there are not here: these are left out.
+    """A body with tools, of which some may be of kinds that there are not here: these are left out.
 
     Attributes:
         tool_kind: the type of the tools that can be called; those without a type are of it.
@@ -189,8 +190,10 @@ class ToolsBody(Body):
                 yield f"{TOOLS}{kind}"
 
     def check_choice(self, choice: Any) -> None:
-        """Raises:
-        ValueError: the tool that must be called is one of those that are left out.
+        """Check that a choice names no tool that is left out.
+
+        Raises:
+            ValueError: the tool that must be called is one of those that are left out.
         """
         chosen = _names_of(choice) if isinstance(choice, dict) else []
         for _, tool, kind in self._kinds():
@@ -208,7 +211,8 @@ class ToolsBody(Body):
 
 
 def _names_of(tool: Mapping[str, Any]) -> list[str]:
-    """By which a tool, or a choice of one, may be known: its name, in any place where an API has it, and its type."""
+    """The names by which a tool, or a choice of one, may be known: its name, in any place where an API has it, and its
+    type."""
     kind = tool.get("type")
     within = tool.get(kind) if isinstance(kind, str) else None
     names = (tool.get("name"), within.get("name") if isinstance(within, dict) else None, kind)
@@ -280,7 +284,7 @@ class SamplingBody(Body):
     def sampling_params(
         self, defaults: SamplingParams, max_tokens: int | None, logprobs: int | None, **more: Any
     ) -> SamplingParams:
-        """Over the model's defaults.
+        """The sampling parameters that the body asks for, over the model's defaults.
 
         Args:
             max_tokens: ``None`` for as many as the model's length leaves.
@@ -342,7 +346,7 @@ class SamplingBody(Body):
 
 
 class CompletionRequest(SamplingBody):
-    """``POST /v1/completions``."""
+    """The body of ``POST /v1/completions``."""
 
     prompt: Prompts
     max_tokens: Word | None = 16
@@ -450,17 +454,22 @@ class ChatRequest(SamplingBody, ToolsBody):
     def new_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-    def options(self, chat_template: str | None, trust_template: bool) -> ChatOptions:
-        """Args:
+    def options(
+        self, chat_template: str | None, trust_template: bool, defaults: Mapping[str, Any] = MappingProxyType({})
+    ) -> ChatOptions:
+        """The chat options that the body asks for.
+
+        Args:
             chat_template: the server's, if it has one of its own.
             trust_template: a request may bring its own.
+            defaults: the template's variables where the request does not bring these.
 
         Raises:
             ValueError: options that exclude each other, or a template that may not be brought.
         """
         if self.chat_template is not None and not trust_template:
             raise ValueError("chat_template: this server takes none from requests (--trust-request-chat-template)")
-        variables = dict(self.chat_template_kwargs or {})
+        variables = {**defaults, **(self.chat_template_kwargs or {})}
         if self.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", self.reasoning_effort)
         return ChatOptions(
@@ -509,7 +518,7 @@ class TokenizeRequest(ToolsBody):
 
 
 class DetokenizeRequest(Body):
-    """``POST /detokenize``."""
+    """The body of ``POST /detokenize``."""
 
     refused = PROMPT
 

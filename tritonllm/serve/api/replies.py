@@ -116,7 +116,7 @@ def chat_logprobs(
     """``choices[].logprobs`` of a chat completion; ``None`` if none were asked for.
 
     Args:
-        tokenizer: of the model; ``None`` if there is none.
+        tokenizer: the tokenizer of the model; ``None`` if there is none.
     """
     if positions is None:
         return None
@@ -137,8 +137,8 @@ def completion_logprobs(
     """``choices[].logprobs`` of a completion.
 
     Args:
-        begins: of the tokens, see :class:`Offsets`.
-        tokenizer: of the model; ``None`` if there is none.
+        begins: where the text of each token begins, see :class:`Offsets`.
+        tokenizer: the tokenizer of the model; ``None`` if there is none.
     """
     result: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": begins}
     for token, position in zip(tokens, positions, strict=True):
@@ -149,7 +149,7 @@ def completion_logprobs(
 
 
 def _by_text(position: Logprobs, tokenizer: Any) -> Mapping[str, float]:
-    """Of tokens with the same text, the first counts."""
+    """Log-probabilities by the tokens' texts. Where tokens have the same text, the first one's counts."""
     texts: dict[str, float] = {}
     for token, logprob in position.items():
         texts.setdefault(_text(token, logprob, tokenizer), _finite(logprob.logprob))

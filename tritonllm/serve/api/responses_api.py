@@ -18,8 +18,10 @@ from tritonllm.serve.api.turn import ChatTurn, prepare
 
 
 async def respond_to(service: Service, request: Request, body: ResponsesRequest) -> Response:
-    """Raises:
-    APIError, ValueError, QueueFullError, EngineDeadError: see :mod:`tritonllm.serve.api.errors`.
+    """Answer ``POST /v1/responses``.
+
+    Raises:
+        APIError, ValueError, QueueFullError, EngineDeadError: see :mod:`tritonllm.serve.api.errors`.
     """
     model = service.accept(request, body)
     chat = body.chat()
@@ -63,7 +65,7 @@ def _head(name: str, model: str, body: ResponsesRequest, turn: ChatTurn) -> dict
 
 
 def _given(options: Body | None) -> dict[str, Any] | None:
-    """As they came."""
+    """The options that were given, as they came."""
     return None if options is None else options.model_dump(exclude_unset=True)
 
 

@@ -73,7 +73,7 @@ class ResponsesRequest(ToolsBody):
         return self
 
     def chat(self) -> ChatRequest:
-        """The same as a chat completion.
+        """This request as a chat completion.
 
         Raises:
             ValueError: an item, a tool or a format that there is not here.

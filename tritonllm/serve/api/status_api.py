@@ -13,6 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from tritonllm.serve.api.errors import APIError, as_api_error, error_response
 from tritonllm.serve.api.metrics import ServerMetrics
 from tritonllm.serve.engines.async_llm import AsyncLLM
+from tritonllm.serve.engines.shared_count import SharedCount
 from tritonllm.telemetry.snapshot import View
 from tritonllm.version import __version__
 
@@ -28,7 +29,7 @@ BETWEEN_LOOKS = 0.05  # seconds at least: a look takes 2 ms of the engine's time
 
 
 class ActivityQuestions:
-    """At what an engine does (:mod:`tritonllm.serve.engines.activity`), one after the other, however many want to look:
+    """Asks what an engine does (:mod:`tritonllm.serve.engines.activity`), once at a time, however many want to look:
     who asks what is asked already gets the same answer."""
 
     def __init__(self, llm: AsyncLLM) -> None:
@@ -38,9 +39,11 @@ class ActivityQuestions:
         self._last = 0.0
 
     async def get(self, view: View, replica: int | None = None) -> dict[str, Any]:
-        """Raises:
-        EngineDeadError: the engine process has died.
-        APIError: it does not answer.
+        """What the engine does; the answer is that of :meth:`AsyncLLM.activity`.
+
+        Raises:
+            EngineDeadError: the engine process has died.
+            APIError: it does not answer.
         """
         self._asked = {question: task for question, task in self._asked.items() if not task.done()}
         task = self._asked.get((view, replica))
@@ -61,7 +64,12 @@ class ActivityQuestions:
                 self._last = monotonic()
 
 
-def add_status(app: FastAPI, llm: AsyncLLM, metrics: ServerMetrics) -> None:
+def add_status(app: FastAPI, llm: AsyncLLM, metrics: ServerMetrics, running: SharedCount) -> None:
+    """The paths of who looks after a server.
+
+    Args:
+        running: requests that are being answered.
+    """
     page = (resources.files("tritonllm.serve.api") / "status.html").read_bytes()
     looks = ActivityQuestions(llm)
 
@@ -88,6 +96,14 @@ def add_status(app: FastAPI, llm: AsyncLLM, metrics: ServerMetrics) -> None:
         if llm.unavailable is not None:
             return error_response(as_api_error(llm.unavailable))
         return JSONResponse({"status": "ok"})
+
+    @app.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)
+    async def ping() -> Response:  # as SageMaker's and Vertex's probes ask
+        return await health()
+
+    @app.get("/load")
+    async def load() -> Response:
+        return JSONResponse({"server_load": running.total})
 
     @app.get("/ready")
     async def ready() -> Response:

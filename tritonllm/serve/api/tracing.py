@@ -16,8 +16,10 @@ SPAN = "llm_request"
 
 
 def require_packages() -> None:
-    """Raises:
-    ImportError: the extra is not installed.
+    """Check that the packages of OpenTelemetry are installed.
+
+    Raises:
+        ImportError: the extra is not installed.
     """
     try:
         import opentelemetry.exporter.otlp.proto.http.trace_exporter
@@ -83,7 +85,7 @@ class Traces:
     """Follows requests (an :class:`~tritonllm.serve.engines.open_requests.Observer`).
 
     Args:
-        provider: of spans.
+        provider: the OpenTelemetry provider that spans are made with.
         model_name: an attribute of every span.
     """
 
@@ -145,7 +147,7 @@ class Traces:
 
 
 def _latencies(update: Update) -> dict[str, float]:
-    """In seconds, as the engine took them."""
+    """The latencies of a request in seconds, as the engine took them."""
     end = update.finished_time or time.monotonic()
     found = {"gen_ai.latency.e2e": end - update.arrival_time}
     if update.first_token_time is not None:

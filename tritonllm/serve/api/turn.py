@@ -25,12 +25,14 @@ _ANYTHING = {"type": "object"}
 
 @dataclass(frozen=True)
 class ChatTurn:
-    """Args:
-    prompt, params: what to run.
-    new_reader: makes a reader for one answer.
-    new_call_id: makes an id for a call, in the form that the model's template takes.
-    ends_with_calls: ``finish_reason`` is ``tool_calls`` if there are any.
-    tokenizer: knows the bytes of tokens; ``None`` if there is none.
+    """A chat completion as the engine is to run it, and how its answer is read.
+
+    Args:
+        prompt, params: what to run.
+        new_reader: makes a reader for one answer.
+        new_call_id: makes an id for a call, in the form that the model's template takes.
+        ends_with_calls: ``finish_reason`` is ``tool_calls`` if there are any.
+        tokenizer: knows the bytes of tokens; ``None`` if there is none.
     """
 
     prompt: Prompt
@@ -44,9 +46,11 @@ class ChatTurn:
 async def prepare(
     service: Service, request: Request, body: ChatRequest, logprobs: int | None = None, *, must_fit: bool = True
 ) -> ChatTurn:
-    """Args:
-        request: whose client may leave meanwhile.
-        must_fit: a prompt that is far too long is refused by its beginning.
+    """Render the messages of a chat completion, and find out how its answer is to be read.
+
+    Args:
+        request: the request, whose client may leave meanwhile.
+        must_fit: whether a prompt that is far too long is refused by its beginning.
 
     Raises:
         APIError: the client has gone.
@@ -55,7 +59,9 @@ async def prepare(
     config, formats = service.config, service.formats
     functions = body.tool_names()
     form = forced_form(body, functions)
-    options = body.options(config.chat_template, config.trust_request_chat_template)
+    options = body.options(
+        config.chat_template, config.trust_request_chat_template, config.default_chat_template_kwargs
+    )
     whole = must_fit and body.truncate_prompt_tokens is None
     rendered = service.llm.render_chat(body.messages, options, must_fit=whole)
     prompt: Any = await unless_disconnected(request, rendered)
@@ -98,10 +104,12 @@ async def prepare(
 
 
 def _where_stops_count(asked: bool | None, thought: ThoughtFormat | None, by_tokenizer: bool) -> ThoughtFormat | bool:
-    """Args:
-    asked: whether they count behind the thought only; by default they do where thoughts are read.
-    thought: what is read.
-    by_tokenizer: no thoughts are read, but the tokenizer may know some.
+    """Whether stop strings count behind the thought only, and where that is known, the format of the thought.
+
+    Args:
+        asked: whether they shall count behind the thought only; by default they do where thoughts are read.
+        thought: the format of the thoughts that are read; ``None`` if none are.
+        by_tokenizer: whether the tokenizer may know thoughts although none are read.
     """
     if asked is False or (thought is None and not by_tokenizer):
         return False

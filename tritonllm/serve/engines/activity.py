@@ -18,10 +18,10 @@ LINGER = 10.0  # seconds after the last question for which the events are still 
 
 
 class Activity:
-    """Of one engine, in its thread.
+    """What one engine has in its hands, told in its thread.
 
     Args:
-        engine: started.
+        engine: an engine that has started.
     """
 
     def __init__(self, engine: "LLMEngine") -> None:

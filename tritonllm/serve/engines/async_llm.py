@@ -53,13 +53,13 @@ class AsyncLLM(EngineHealth, EngineCalls, Tokenizing):
     sequences are in the engine; a request beyond is refused with :class:`QueueFullError`.
 
     Args:
-        config: of the engine.
-        max_queue: sequences that may wait for a seat.
-        log_level: of the engine process's messages on stderr; ``None``: it writes none.
-        link: to engines that were started already, by another process perhaps; by default they are started here.
+        config: the configuration of the engine.
+        max_queue: how many sequences may wait for a seat.
+        log_level: the level of the engine process's messages on stderr; ``None``: it writes none.
+        link: a link to engines that were started already, by another process perhaps; by default they are started here.
         profiler_config: how the engine may write traces (:meth:`start_profile`), with vLLM's keys (docs/serving.md).
         sequences: counts those in the engine, with those of its other API processes; by default there are none.
-        max_restarts: so often within ten minutes an engine that has died is started anew. Its requests end with
+        max_restarts: how often within ten minutes an engine that has died is started anew. Its requests end with
             :class:`EngineDeadError` all the same, as do those that come while no engine runs.
 
     Raises:
@@ -117,7 +117,7 @@ class AsyncLLM(EngineHealth, EngineCalls, Tokenizing):
 
     @property
     def observer(self) -> Observer | None:
-        """Is told what happens to requests; ``None``: nobody is."""
+        """The observer that is told what happens to requests; ``None``: nobody is."""
         return self._requests.observer
 
     @observer.setter
@@ -131,7 +131,7 @@ class AsyncLLM(EngineHealth, EngineCalls, Tokenizing):
 
     @property
     def max_sequences(self) -> int:
-        """That may be in the engine."""
+        """How many sequences may be in the engine at once, those that wait among them."""
         return self._room.most
 
     def attach(self) -> None:
@@ -148,8 +148,10 @@ class AsyncLLM(EngineHealth, EngineCalls, Tokenizing):
             raise RuntimeError("this AsyncLLM serves another event loop: make one for each loop")
 
     async def check_health(self) -> None:
-        """Raises:
-        EngineDeadError: the engine process has died.
+        """Check that the engine can answer.
+
+        Raises:
+            EngineDeadError: the engine process has died.
         """
         if self.unavailable is not None:
             raise self.unavailable
@@ -189,7 +191,8 @@ class AsyncLLM(EngineHealth, EngineCalls, Tokenizing):
 
         Args:
             prompt: text, token ids, a dict of either, or what :meth:`check_prompts` has made of one.
-            sampling_params: by default the model's. ``output_kind`` says what each output holds.
+            sampling_params: how to continue the prompt; by default the model's parameters. ``output_kind`` says what
+                each output holds.
             request_id: unique among the unfinished ones.
             lora_request: none; there are no adapters yet.
             priority: lower is earlier; needs ``policy="priority"``.
@@ -240,7 +243,7 @@ class AsyncLLM(EngineHealth, EngineCalls, Tokenizing):
 
         Args:
             prompt: text, token ids, a dict of either, or what :meth:`check_prompts` has made of one.
-            pooling_params: with a ``task``.
+            pooling_params: how to pool the prompt, with a ``task``.
             request_id: unique among the unfinished ones.
             lora_request: none; there are no adapters yet.
             priority: lower is earlier; needs ``policy="priority"``.
@@ -298,7 +301,7 @@ class AsyncLLM(EngineHealth, EngineCalls, Tokenizing):
         yield await self._only_output(message, collector, SamplingParams(n=params.beam_width))
 
     async def _only_output(self, message: Add, collector: Any, params: SamplingParams) -> Any:
-        """Of a request that has one output; it is aborted if nobody waits for that any more."""
+        """The output of a request that has one; the request is aborted if nobody waits for it any more."""
         self._submit(message, collector, params)
         try:
             return await collector.get()
@@ -372,8 +375,10 @@ class AsyncLLM(EngineHealth, EngineCalls, Tokenizing):
 
 
 def _check_id(request_id: object) -> str:
-    """Raises:
-    ValueError: no string, or an empty one.
+    """Check the id of a request, and return it.
+
+    Raises:
+        ValueError: no string, or an empty one.
     """
     if not isinstance(request_id, str) or not request_id:
         raise ValueError(f"request_id must be a string that is not empty, got {request_id!r}")

@@ -33,8 +33,10 @@ def end_without_threads(status: int) -> NoReturn:
 
 
 def log_to_stderr(level: int, replica: int | None = None) -> None:
-    """Args:
-    replica: which of several engines this is, for each line to say so.
+    """Write the log messages of this process to stderr, from this level on.
+
+    Args:
+        replica: which of several engines this is, for each line to say so; ``None`` for the only one.
     """
     handler = logging.StreamHandler(sys.stderr)
     who = "" if replica is None else f"replica {replica}: "

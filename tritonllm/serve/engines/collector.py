@@ -66,7 +66,7 @@ class Collector:
     """Between the task that receives from the engine and the one that serves a request.
 
     Args:
-        prompt, prompt_token_ids: of the request.
+        prompt, prompt_token_ids: the text and the token ids of the request's prompt.
         kind: what :meth:`get` returns; the engine sends deltas, or only the end.
         texts: makes the text; ``None`` if it comes with the updates, or there is none.
     """
@@ -120,7 +120,7 @@ class Collector:
 
 
 def _copy(output: RequestOutput) -> RequestOutput:
-    """One whose list of continuations the reader may keep: later ones are put in place of those here."""
+    """A copy whose list of continuations the reader may keep: later ones are put in place of those here."""
     return RequestOutput(
         output.request_id,
         output.prompt,

@@ -131,7 +131,7 @@ class EngineCalls:
 
         Args:
             view: fields of :class:`~tritonllm.telemetry.snapshot.View`.
-            replica: of several engines; ``None``: the first that lives.
+            replica: the number of one of several engines; ``None``: the first that lives.
 
         Raises:
             ValueError: a number of the view is out of its range.

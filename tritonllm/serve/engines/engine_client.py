@@ -64,7 +64,7 @@ class EngineLink(ABC):
 
     @property
     def pid(self) -> int | None:
-        """Of the engine process, if this process has started it."""
+        """The process id of the engine process, if this process has started it; else ``None``."""
         return None
 
     @property
@@ -150,12 +150,12 @@ class EngineProcess:
     Sockets lie in a folder that only this user can read. It is removed when either process ends, however it ends.
 
     Args:
-        config: of the engine.
-        log_level: of the engine process's messages on stderr; ``None``: it writes none.
-        devices: those of the GPUs here that the engine sees; ``None`` for all.
+        config: the configuration of the engine.
+        log_level: the level of the engine process's messages on stderr; ``None``: it writes none.
+        devices: the indices of the GPUs here that the engine sees; ``None`` for all.
         profiler: how it may write traces.
-        replica: its number among several, for its messages.
-        place: among engines that share the model's experts, if there are others.
+        replica: the engine's number among several, for its messages.
+        place: the engine's place among engines that share the model's experts, if there are others.
 
     Attributes:
         kill: ends the process, if it still runs, and removes the folder. May be called again.
@@ -190,9 +190,11 @@ class EngineProcess:
         theirs.close()
 
     def await_ready(self) -> EngineReady:
-        """Raises:
-        ValueError: the engine refuses its configuration or its model.
-        RuntimeError: it failed to start otherwise.
+        """Wait until the engine has started, and return what it tells.
+
+        Raises:
+            ValueError: the engine refuses its configuration or its model.
+            RuntimeError: it failed to start otherwise.
         """
         wait([self.reports, self.process.sentinel])
         report = _read(self.reports)
@@ -244,12 +246,12 @@ class EngineClient(EngineLink):
 
     @property
     def sentinel(self) -> int:
-        """Is readable when the engine process has ended."""
+        """A handle that is readable when the engine process has ended."""
         return self._process.sentinel
 
     @property
     def pid(self) -> int | None:
-        """Of the engine process."""
+        """The process id of the engine process."""
         return self._process.pid
 
     @property

@@ -38,7 +38,7 @@ class EngineHealth:
 
     @property
     def replica_stats(self) -> list[Stats]:
-        """Of each of the engines behind this; one, if ``data_parallel_size`` is 1."""
+        """The statistics of each of the engines behind this; one, if ``data_parallel_size`` is 1."""
         return list(self._client.stats) if isinstance(self._client, Replicas) else [self.stats]
 
     @property

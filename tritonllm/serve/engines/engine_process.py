@@ -98,12 +98,15 @@ def run_engine(
     """The process's main function.
 
     Args:
-        config: of the engine. folder: where the sockets lie; ``folder/engine`` is bound here. reports: gets
-        :class:`EngineReady` or :class:`Failed` after the start, and :class:`Failed` if the engine cannot go on.
-        log_level: of the package's messages on stderr; ``None`` sets up no logging. devices: those of this machine's
-        GPUs that it sees; ``None`` for all. profiler: how traces are written, if they may be. replica: which of several
-        engines it is, for its messages; ``None`` for the only one. place: among engines that share the model's experts,
-        if there are others.
+        config: the configuration of the engine.
+        folder: where the sockets lie; ``folder/engine`` is bound here.
+        reports: gets :class:`EngineReady` or :class:`Failed` after the start, and :class:`Failed` if the engine cannot
+            go on.
+        log_level: the level of the package's messages on stderr; ``None`` sets up no logging.
+        devices: the indices of this machine's GPUs that the engine sees; ``None`` for all.
+        profiler: how traces are written, if they may be.
+        replica: which of several engines it is, for its messages; ``None`` for the only one.
+        place: its place among engines that share the model's experts, if there are others.
     """
     if devices is not None:
         env.see_devices(devices)
@@ -183,8 +186,10 @@ def describe(engine: LLMEngine) -> EngineReady:
 
 
 def unpack(message: Add) -> Params:
-    """Raises:
-    ValueError: a value outside its range.
+    """The parameters that a message holds.
+
+    Raises:
+        ValueError: a value outside its range.
     """
     if message.search is not None:
         return BeamSearchParams(**message.search)
@@ -199,8 +204,8 @@ class EngineLoop:
     """Takes messages between steps, and waits for them when there is nothing to run.
 
     Args:
-        engine: started.
-        socket: a bound ROUTER; each API process is known by its identity.
+        engine: an engine that has started.
+        socket: a bound ROUTER socket; each API process is known by its identity.
         profiles: writes traces; by default none.
     """
 
@@ -220,7 +225,7 @@ class EngineLoop:
         self._lockstep_engines = None if engine.lockstep is None else LockstepEngines(engine, engine.lockstep, socket)
 
     def run(self) -> None:
-        """Until :class:`Stop` comes.
+        """Take messages and run steps until :class:`Stop` comes.
 
         Raises:
             Exception: what broke off a step, if the device did not answer in time, a rank failed, or the step before
@@ -353,7 +358,7 @@ class EngineLoop:
             self._add(client, message, params)
 
     def _add_parsed(self) -> None:
-        """Those whose grammars are parsed, in the order in which they came."""
+        """Add the requests whose grammars are parsed to the engine, in the order in which they came."""
         while self._parsing:
             first = self._parsing[0]
             if first.grammar is not None:

@@ -17,12 +17,12 @@ def import_tokenizers() -> None:
 def input_processor(
     ready: EngineReady, *, takes_extra_args: bool = False, transfer: KVTransferConfig | None = None
 ) -> InputProcessor:
-    """Checks requests as the engine does, so that most errors need no way there.
+    """An input processor that checks requests as the engine does, so that most errors need no way there.
 
     Args:
         ready: what the engine has told.
-        takes_extra_args: it has logits processors, who may read them.
-        transfer: how it shares its cache.
+        takes_extra_args: whether the engine has logits processors, which may read ``extra_args``.
+        transfer: how the engine shares its cache.
     """
     tokenizer = None
     if ready.tokenizer is not None:

@@ -20,9 +20,9 @@ class LockstepEngines:
     """The engines that share experts with this one, while it has no request.
 
     Args:
-        engine: this one.
-        lockstep: its.
-        socket: on which its messages come.
+        engine: the engine of this process.
+        lockstep: the lockstep of this engine, in which the others wait for it.
+        socket: the socket on which the engine's messages come.
     """
 
     def __init__(self, engine: LLMEngine, lockstep: Lockstep, socket: Any) -> None:
@@ -33,7 +33,7 @@ class LockstepEngines:
         self._joined = False  # there was a step just now, and another will follow
 
     def await_work(self, longest: float | None = None) -> None:
-        """Until a message has come, or another engine waits in a step, which this one joins.
+        """Wait until a message has come, or another engine waits in a step, which this one joins.
 
         Args:
             longest: seconds after which there is something else to look at; ``None`` if there is nothing.

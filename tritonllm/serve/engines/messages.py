@@ -226,8 +226,10 @@ def _given(value: Any) -> dict[str, Any]:
 
 
 def unpack_params(packed: dict[str, Any]) -> SamplingParams:
-    """Raises:
-    ValueError: a value outside its range.
+    """The sampling parameters that a message holds.
+
+    Raises:
+        ValueError: a value outside its range.
     """
     values = dict(packed)
     for name, kind in (("output_kind", RequestOutputKind), *NESTED_FIELDS.items()):

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class Observer(Protocol):
-    """Is told what happens to requests, for metrics."""
+    """An observer that is told what happens to requests, for metrics."""
 
     def updated(self, update: Update) -> None: ...
 
@@ -27,14 +27,14 @@ class Observer(Protocol):
 
 
 class OpenRequests:
-    """Those of one :class:`~tritonllm.serve.engines.async_llm.AsyncLLM`.
+    """The unfinished requests of one :class:`~tritonllm.serve.engines.async_llm.AsyncLLM`.
 
     Args:
-        room: where their sequences are counted.
-        abort: ends one whose updates cannot be taken in.
+        room: the room of the engine, where the requests' sequences are counted.
+        abort: ends a request whose updates cannot be taken in.
 
     Attributes:
-        observer: of them, if somebody asks.
+        observer: is told what becomes of requests; ``None`` if nobody asks.
     """
 
     def __init__(self, room: EngineRoom, abort: Callable[[str], None]) -> None:
@@ -48,14 +48,16 @@ class OpenRequests:
         return request_id in self._collectors
 
     def check_free(self, request_id: str) -> None:
-        """Raises:
-        ValueError: a request that has not ended has this id.
+        """Check that no unfinished request has this id.
+
+        Raises:
+            ValueError: a request that has not ended has this id.
         """
         if request_id in self._collectors:
             raise ValueError(f"request_id {request_id!r} is in use by an unfinished request")
 
     def add(self, message: Add, collector: Collector | PoolingCollector, params: SamplingParams) -> None:
-        """One that was sent, whose id is free.
+        """Add a request that was sent, whose id is free.
 
         Args:
             params: say how many sequences it has.
@@ -75,7 +77,8 @@ class OpenRequests:
         return True
 
     def expect_end(self, request_id: str) -> None:
-        """Of one that was dropped and that the engine is told to abort: nobody reads what it still says of it."""
+        """Expect the last update of a request that was dropped and that the engine is told to abort: nobody reads what
+        the engine still says of it."""
         self._ending.add(request_id)
 
     def _forget(self, request_id: str) -> Collector | PoolingCollector | None:

@@ -63,10 +63,10 @@ class Placement:
         """Choose a replica for a request, which is not in flight.
 
         Args:
-            prompt: its tokens.
-            most: output tokens that it may have.
+            prompt: the token ids of the prompt.
+            most: how many output tokens the request may have.
             salt: prompts with different ones share nothing.
-            n: sequences.
+            n: how many sequences the request has.
 
         Raises:
             ValueError: every replica is lost.
@@ -86,7 +86,7 @@ class Placement:
         return replica
 
     def progress(self, request_id: str, tokens: int) -> None:
-        """So many output tokens have come; with the first of them the prompt has been computed."""
+        """Note that so many output tokens have come; with the first of them the prompt has been computed."""
         entry = self._requests.get(request_id)
         if entry is not None:
             done = min(entry.output, tokens)
@@ -95,7 +95,7 @@ class Placement:
             entry.generated += tokens
 
     def end(self, request_id: str) -> None:
-        """It is not in flight any more."""
+        """Note that a request is not in flight any more."""
         entry = self._requests.pop(request_id, None)
         if entry is not None:
             self._loads[entry.replica] -= entry.prompt + entry.output
@@ -113,7 +113,7 @@ class Placement:
         return lost
 
     def find(self, replica: int) -> None:
-        """One that was lost is there again, and has computed nothing."""
+        """Note that a replica that was lost is there again, and has computed nothing."""
         self._lost.discard(replica)
 
     def forget(self) -> None:

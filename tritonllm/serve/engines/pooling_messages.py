@@ -76,8 +76,10 @@ class PoolingCollector:
         self._arrived.set()
 
     async def get(self) -> PoolingRequestOutput:
-        """Raises:
-        Exception: what :meth:`fail` was given.
+        """Wait for the output of the request.
+
+        Raises:
+            Exception: what :meth:`fail` was given.
         """
         await self._arrived.wait()
         if self._output is None:

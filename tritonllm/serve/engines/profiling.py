@@ -28,14 +28,16 @@ MAX_PREFIX = 64  # characters
 
 @dataclass(frozen=True, kw_only=True)
 class ProfilerConfig:
-    """Args:
-        profiler: ``torch``; the kernels come from torch's.
-        torch_profiler_dir: folder for the files; it is made if it is not there.
-        torch_profiler_use_gzip: the files are compressed.
-        delay_iterations: steps that go by before a trace begins.
-        max_iterations: steps after which it ends itself; 0: it does not.
-        kernel_iterations: of so many steps the kernels are recorded, if there is a GPU.
-        max_events: a trace ends itself when its file has so many.
+    """How an engine may write traces, with vLLM's keys.
+
+    Args:
+        profiler: always ``torch``; the kernels come from its profiler.
+        torch_profiler_dir: the folder for the files; it is made if it is not there.
+        torch_profiler_use_gzip: whether the files are compressed.
+        delay_iterations: how many steps go by before a trace begins.
+        max_iterations: after how many steps a trace ends itself; 0: it does not.
+        kernel_iterations: of how many steps the kernels are recorded, if there is a GPU.
+        max_events: how many events the file has when a trace ends itself.
 
     Raises:
         ValueError: a bad value; the message names the key.
@@ -69,7 +71,7 @@ class ProfilerConfig:
 
     @classmethod
     def of(cls, given: "str | Mapping[str, Any] | ProfilerConfig") -> "ProfilerConfig":
-        """From JSON or its object, with vLLM's keys.
+        """Make the configuration from JSON or its object, with vLLM's keys.
 
         Raises:
             ValueError: no JSON object, an unknown key, a bad value.
@@ -116,8 +118,8 @@ class Profiles:
     """The traces of one engine, in its process: one at a time.
 
     Args:
-        engine: started.
-        config: ``None``: the server was started without.
+        engine: an engine that has started.
+        config: how traces are written; ``None``: the server was started without.
     """
 
     def __init__(self, engine: Any, config: ProfilerConfig | None) -> None:

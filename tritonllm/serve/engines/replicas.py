@@ -38,7 +38,7 @@ def start_engines(
     profiler: ProfilerConfig | None = None,
     max_restarts: int = 0,
 ) -> "EngineClient | Replicas":
-    """As many engines as ``data_parallel_size`` says, all started at once. Arguments and errors as of
+    """Start as many engines as ``data_parallel_size`` says, all at once. Arguments and errors as of
     :class:`EngineClient`; if one does not start, none is left. ``max_restarts``: see :class:`Restarts`."""
     count, each = config.parallel.data_parallel_size, config.parallel.world_size
     if count == 1 and not max_restarts:
@@ -90,7 +90,7 @@ class SharedExperts:
     """Where engines meet that share a model's experts; lives as long as they do.
 
     Args:
-        config: of all of them.
+        config: the configuration of all of the engines.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -98,7 +98,7 @@ class SharedExperts:
         self._board = Board(config.parallel.data_parallel_size)
 
     def place(self, number: int) -> ExpertPlace:
-        """Of one of them."""
+        """The place of one of the engines."""
         return ExpertPlace(number, self._port, self._board)
 
 
@@ -113,7 +113,7 @@ def _by_arrival(reports: Sequence[Connection]) -> Iterator[int]:
 
 
 def check_gpus(config: EngineConfig) -> None:
-    """Without this an engine that finds no GPU left would run on the CPU.
+    """Check that there are GPUs for all engines: one that finds no GPU left would run on the CPU.
 
     Raises:
         ValueError: there are GPUs, but not enough for all engines.
@@ -159,15 +159,15 @@ class Replicas:
     """A link to several ready engines, which it owns.
 
     Args:
-        links: to each.
-        block_tokens: tokens of a block of an engine's cache, over all of its ranks.
-        restarts: start those anew that die; ``None``: nobody does.
+        links: a link to each engine.
+        block_tokens: how many tokens a block of their caches holds, over all ranks of an engine.
+        restarts: starts engines anew that die; ``None``: nobody does.
         shared: the experts that they share, if they do: none can go on without the others.
 
     Attributes:
         failure: why none of them can be used any more; ``None`` while one can, or is started anew.
-        ready: what they have told, as of one engine.
-        stats: of each, the latest.
+        ready: what the engines have told at their start, as of one engine.
+        stats: the latest statistics of each engine.
         restarted: how often each was started anew.
         deaths: which of them have died and why, the first one first.
     """
@@ -199,12 +199,12 @@ class Replicas:
 
     @property
     def pid(self) -> int | None:
-        """Of the first that lives."""
+        """The process id of the first engine that lives; ``None`` if none does."""
         return self._links[min(self._living)].pid if self._living else None
 
     @property
     def living(self) -> list[bool]:
-        """Which of them live."""
+        """For each engine, by its number, whether it lives."""
         return [number in self._living for number in range(len(self._links))]
 
     @property
@@ -246,8 +246,8 @@ class Replicas:
                 self._links[number].send(message)
 
     def _place(self, message: Add) -> None:
-        """To the replica that still has a request of this id, if one has: its last update must come before those of
-        the new one."""
+        """Send a request to the replica that still has a request of this id, if one has: its last update must come
+        before those of the new one."""
         request_id = message.request_id
         owner, count = self._owners.get(request_id, (None, 0))
         if owner is None:
@@ -336,8 +336,8 @@ class Replicas:
         self._on_news(News(updates, together(self.stats), answers))
 
     def _end_all(self, first: int, why: str) -> None:
-        """One has died, and the others wait for it in the middle of a step; or they have seen that before this process,
-        and ended."""
+        """End all engines that share experts, since one has died, and the others wait for it in the middle of a step;
+        or they have seen that before this process, and ended."""
         if self.failure is not None:
             return
         killed = next((number for number in sorted(self._living) if self._links[number].was_killed), None)

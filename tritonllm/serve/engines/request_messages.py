@@ -52,7 +52,7 @@ def search(request_id: str, prompt: TokenizedPrompt, params: BeamSearchParams, p
 
 
 def _as_text(wish: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
-    """With a schema as text, which the engine's loop compares with others without a look at its parts.
+    """The wish with its schema as text, which the engine's loop compares with others without a look at its parts.
 
     Raises:
         ValueError: JSON cannot hold it.

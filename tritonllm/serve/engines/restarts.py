@@ -53,9 +53,9 @@ class Restarts:
     """Starts engines anew, and no more than it may.
 
     Args:
-        most: so many within :data:`WINDOW` seconds, of all engines together.
+        most: how many starts there may be within :data:`WINDOW` seconds, of all engines together.
         start: begins to start the engine of this number.
-        clock: seconds.
+        clock: returns the time in seconds.
     """
 
     def __init__(self, most: int, start: Callable[[int], Starting], clock: Callable[[], float] = monotonic) -> None:

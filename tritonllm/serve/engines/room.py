@@ -29,9 +29,11 @@ def sequences_of(params: Params) -> int:
 
 
 class EngineRoom:
-    """Args:
-    most: sequences that may be in the engine.
-    count: of those that are there, of all its API processes.
+    """Counts the sequences in an engine, and refuses requests for which it has no room.
+
+    Args:
+        most: how many sequences may be in the engine.
+        count: the count of those that are there, over all its API processes.
     """
 
     def __init__(self, most: int, count: SharedCount) -> None:
@@ -53,9 +55,11 @@ class EngineRoom:
         self._made.set()
 
     def check(self, sequences: int) -> None:
-        """Raises:
-        ValueError: so many never find room.
-        QueueFullError: they find none now.
+        """Check that there is room for so many sequences.
+
+        Raises:
+            ValueError: so many never find room.
+            QueueFullError: they find none now.
         """
         if sequences > self.most:
             raise ValueError(f"n={sequences} is more than this engine queues, {self.most}: lower it")
@@ -68,7 +72,7 @@ class EngineRoom:
         served first, so that a request with many sequences has its turn, too.
 
         Args:
-            sequences: of the caller.
+            sequences: how many sequences the caller's request has.
             check: as :meth:`check`, which it calls.
 
         Raises:

@@ -4,12 +4,12 @@ from collections.abc import MutableSequence
 
 
 class SharedCount:
-    """Each process counts in a place of its own, so none waits for another. Two that compare the total with a limit at
-    the same time may both go on where there was room for one.
+    """A count over several processes. Each process counts in a place of its own, so none waits for another. Two that
+    compare the total with a limit at the same time may both go on where there was room for one.
 
     Args:
-        places: one for each process, in memory that they share; by default there is only this process.
-        mine: this process's.
+        places: a place for each process, in memory that they share; by default there is only this process.
+        mine: the index of this process's place.
     """
 
     def __init__(self, places: MutableSequence[int] | None = None, mine: int = 0) -> None:

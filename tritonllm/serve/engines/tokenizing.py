@@ -86,7 +86,7 @@ class Tokenizing:
             result.cancel()
 
     def _end_waits(self, error: Exception) -> None:
-        """Whoever waits for a long text gets this error instead."""
+        """End the waiting for long texts with this error."""
         for wait in self._waits:
             if not wait.done():
                 wait.set_result(error)
@@ -122,8 +122,10 @@ class Tokenizing:
         return await self.with_tokenizer(characters(conversation) + characters(options.tools), rendered)
 
     async def _tokenized(self, prompt: Prompt | TokenizedPrompt, params: Params) -> TokenizedPrompt:
-        """Raises:
-        ValueError: as :meth:`tritonllm.engine.text.input_processor.InputProcessor.tokenize`.
+        """Tokenize a prompt as the parameters ask for it; a tokenized one is returned as it is.
+
+        Raises:
+            ValueError: as :meth:`tritonllm.engine.text.input_processor.InputProcessor.tokenize`.
         """
         if isinstance(prompt, TokenizedPrompt):
             return prompt
@@ -136,7 +138,7 @@ class Tokenizing:
         return await self.with_tokenizer(size, lambda inputs: inputs.tokenize(prompt, truncate, **more))
 
     async def _with_bad_words(self, prompt: TokenizedPrompt, params: SamplingParams) -> TokenizedPrompt:
-        """The same, with the token sequences of the request's bad words. In the engine, steps would wait for them."""
+        """The prompt with the token sequences of the request's bad words. In the engine, steps would wait for them."""
         if not params.bad_words:
             return prompt
         size = 2 * sum(map(len, params.bad_words))
@@ -145,8 +147,10 @@ class Tokenizing:
     async def _all_tokenized(
         self, prompts: Sequence[Prompt | TokenizedPrompt], params: Params, names: Sequence[str]
     ) -> list[TokenizedPrompt]:
-        """Raises:
-        ValueError: one of them is bad; the message begins with its name.
+        """Tokenize several prompts, which have names for errors.
+
+        Raises:
+            ValueError: one of them is bad; the message begins with its name.
         """
         tokenized = []
         for name, prompt in zip(names, prompts, strict=True):
@@ -181,7 +185,7 @@ def about(name: str) -> Iterator[None]:
 
 
 def characters(value: object) -> int:
-    """Of all texts in what JSON can hold."""
+    """How many characters all texts in a value have that JSON can hold."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):

@@ -29,8 +29,10 @@ NONE = "none"
 
 
 def check_names(tools: str | None, reasoning: str | None) -> None:
-    """Raises:
-    ValueError: an unknown parser.
+    """Check the names of parsers that the user has chosen.
+
+    Raises:
+        ValueError: an unknown parser.
     """
     for option, name, known in (
         ("tool-call-parser", tools, TOOL_PARSERS),
@@ -143,10 +145,12 @@ class Formats:
 
 
 def choose(tokenizer: Any, template: str | None, tools: str | None, reasoning: str | None) -> Formats:
-    """Args:
-    tokenizer: of transformers, or ``None``.
-    template: the server's own chat template, if it has one.
-    tools, reasoning: names of parsers, ``"none"``, or ``None`` to go by the template.
+    """Choose how calls of tools and thoughts are read out of a model's answers.
+
+    Args:
+        tokenizer: a tokenizer of transformers, or ``None``.
+        template: the server's own chat template, if it has one.
+        tools, reasoning: names of parsers, ``"none"``, or ``None`` to go by the template.
     """
     own = getattr(tokenizer, "chat_template", None)
     shown = template or (own if isinstance(own, str) else "")

@@ -61,7 +61,7 @@ def json_object(text: PieceSource, index: int) -> Steps[None]:
     """What the text has of a JSON object, as one; without spaces between its parts. ``{}`` if it begins as none.
 
     Args:
-        index: of the call whose arguments they are.
+        index: the index of the call whose arguments they are.
     """
     if (yield from text.skip()) == "{":
         yield from _value(text, index, "", 0)

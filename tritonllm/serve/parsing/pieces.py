@@ -7,7 +7,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """The model thinks."""
+    """A piece of the model's thought."""
 
     text: str
 
@@ -29,7 +29,7 @@ class ToolCallBegin:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """More of a call's arguments, which are JSON."""
+    """A piece of a call's arguments, which are JSON."""
 
     index: int
     text: str
@@ -52,7 +52,7 @@ class AnswerReader(Protocol):
 
 @dataclass
 class ToolCall:
-    """A whole call."""
+    """A whole call of a tool."""
 
     name: str
     arguments: str = ""
@@ -60,7 +60,7 @@ class ToolCall:
 
 @dataclass
 class ParsedAnswer:
-    """Pieces put together."""
+    """An answer, put together from its pieces."""
 
     reasoning: str = ""
     content: str = ""

@@ -26,7 +26,7 @@ class PieceSource:
         self._taken: list[str] = []
 
     def mark(self, before: str = "") -> None:
-        """From here on, remember what is taken; ``before`` counts as taken, too."""
+        """Remember what is taken from here on; ``before`` counts as taken, too."""
         self._taken = [before]
 
     @property
@@ -113,7 +113,7 @@ class PieceSource:
         With ``trim``, whitespace before the marker is not yielded.
 
         Returns:
-            That whitespace, and the marker. The marker is ``""`` if none comes.
+            The whitespace before the marker, and the marker. The marker is ``""`` if none comes.
         """
         while True:
             found = _earliest(self.text, markers, 0)

@@ -20,8 +20,8 @@ def call_object(text: PieceSource, index: int, known: Collection[str] | None = N
     """A call as a JSON object, ``{"name": ..., "arguments": {...}}`` or with ``parameters``.
 
     Args:
-        index: of the call.
-        known: names that may be called; ``None``: any.
+        index: the index of the call.
+        known: the names that may be called; ``None``: any.
 
     Returns:
         Whether it is one. What was taken may be more than the object's beginning in any case.
@@ -70,7 +70,7 @@ def _text_of(value: str) -> str | None:
 
 
 def _as_arguments(value: str) -> str:
-    """As OpenAI has them: some models write them as a string that holds JSON, or none as null."""
+    """Arguments as OpenAI has them: some models write them as a string that holds JSON, or none as null."""
     decoded = _text_of(value) if value.startswith('"') else None
     return decoded if decoded is not None else "{}" if value in ("null", "") else value
 

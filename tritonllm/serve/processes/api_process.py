@@ -35,11 +35,13 @@ STOP, STOP_NOW, LISTENING = "stop", "stop now", "listening"  # orders, and the o
 
 
 class StoppableServer(DrainingServer):
-    """Args:
-    config: of uvicorn.
-    app: learns that it is draining.
-    llm: ends the requests that are not waited for.
-    drain_seconds: that requests have to end.
+    """A uvicorn server that ends gracefully: running requests get ``drain_seconds`` to end.
+
+    Args:
+        config: the configuration of uvicorn.
+        app: the application, which learns that it is draining.
+        llm: ends the requests that are not waited for.
+        drain_seconds: how long requests have to end, in seconds.
     """
 
     def __init__(self, config: uvicorn.Config, app: Any, llm: AsyncLLM, drain_seconds: float) -> None:
@@ -54,7 +56,7 @@ class StoppableServer(DrainingServer):
 
 
 class _Quiet(StoppableServer):
-    """Leaves signals alone."""
+    """A server that leaves signals alone."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -117,16 +119,16 @@ def run_api(
     """The process's main function.
 
     Args:
-        config, engine: of the server and of its engine, which runs.
-        ready: what the engine told, as MessagePack.
+        config, engine: the configurations of the server and of its engine, which runs.
+        ready: what the engine told at its start, as MessagePack.
         folder: where its socket lies, and what the API processes count.
-        sock: to accept connections from, together with the others.
-        pipe: to the process that started this one.
-        max_queue: sequences that may wait, of all API processes together.
-        log_level: of messages on stderr; ``None``: none.
+        sock: the socket to accept connections from, together with the other processes.
+        pipe: the pipe to the process that started this one.
+        max_queue: how many sequences may wait, of all API processes together.
+        log_level: the level of messages on stderr; ``None``: none.
         requests, sequences: how many are being answered and are in the engine: a place for each API process, in memory
             that all of them share.
-        number: of this process.
+        number: the number of this process among the API processes.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

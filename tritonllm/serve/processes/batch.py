@@ -39,9 +39,11 @@ class Line:
 
 
 def read_lines(path: Path) -> list[Line]:
-    """Raises:
-    ValueError: a line that is no request of a batch; the message names it.
-    OSError: the file cannot be read.
+    """Read a file of requests in OpenAI's batch format.
+
+    Raises:
+        ValueError: a line that is no request of a batch; the message names it.
+        OSError: the file cannot be read.
     """
     lines: dict[str, Line] = {}
     for number, text in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):  # JSON may hold other breaks

@@ -34,11 +34,11 @@ def follow_the_first(config: EngineConfig, place: env.Launched, drain_seconds: f
     """Run the steps of rank 0 until its server ends, or SIGTERM or Ctrl-C comes.
 
     Args:
-        config: of the engine.
-        place: of this rank.
-        drain_seconds: that rank 0 has after such a signal, which a launcher sends to all ranks, for the requests that
-            run: this rank still computes them. While the model is loaded nothing is waited for.
-        log_level: of the other process's messages on stderr; ``None``: it writes none.
+        config: the configuration of the engine.
+        place: the place of this rank among the launched ones.
+        drain_seconds: how long rank 0 has for running requests after such a signal, which a launcher sends to all
+            ranks, in seconds: this rank still computes them. While the model is loaded nothing is waited for.
+        log_level: the level of the other process's messages on stderr; ``None``: it writes none.
 
     Returns:
         The exit status, 0.

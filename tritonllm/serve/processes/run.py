@@ -138,8 +138,8 @@ def serve(
 
     Args:
         engine, config: what to serve, and how.
-        max_queue: sequences that may wait for a seat.
-        log_level: of the engine process's messages on stderr; ``None``: it writes none.
+        max_queue: how many sequences may wait for a seat.
+        log_level: the level of the engine process's messages on stderr; ``None``: it writes none.
         end: is called with the exit status if a thread still tokenizes a long text: it may end the process, which would
             wait for the thread.
 

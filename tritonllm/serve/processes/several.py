@@ -108,12 +108,12 @@ def run_several(
     """Serve until SIGINT or SIGTERM comes, or a process dies.
 
     Args:
-        client: of the engine, which is ready; it is closed at the end.
-        engine, config: of both.
-        sock: bound; all API processes accept from it. It is closed here.
-        address: of the socket, for the log.
-        max_queue: sequences that may wait, of all of them together.
-        log_level: of messages on stderr; ``None``: none.
+        client: a client of the engine, which is ready; it is closed at the end.
+        engine, config: the configurations of the engine and of the server.
+        sock: a bound socket, from which all API processes accept. It is closed here.
+        address: the address of the socket, for the log.
+        max_queue: how many sequences may wait, of all API processes together.
+        log_level: the level of messages on stderr; ``None``: none.
 
     Returns:
         The exit status: 0 if it was told to stop, 1 if a process died.
@@ -148,7 +148,7 @@ def run_several(
 
 
 def _watch(client: EngineClient, apis: Apis, signalled: int, config: ServerConfig, address: str) -> int:
-    """Until all API processes have ended; if one of the processes dies, the others end, too."""
+    """Watch the processes until all API processes have ended; if one of the processes dies, the others end, too."""
     sentinels, listening = [process.sentinel for process in apis.processes], 0
     while True:
         ready = wait([client.sentinel, signalled, *sentinels, *apis.pipes])
@@ -172,7 +172,8 @@ def _watch(client: EngineClient, apis: Apis, signalled: int, config: ServerConfi
 
 
 def _drain(client: EngineClient, apis: Apis, seconds: float) -> int:
-    """Until the API processes, which were told to stop, have ended; if the engine dies meanwhile, they hear of it."""
+    """Wait until the API processes, which were told to stop, have ended; if the engine dies meanwhile, they hear of
+    it."""
     end, status = time.monotonic() + seconds, DONE
     while living := [process.sentinel for process in apis.processes if process.is_alive()]:
         watched = living if status == FAILED else [client.sentinel, *living]

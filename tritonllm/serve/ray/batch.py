@@ -89,10 +89,10 @@ class Fleet:
     """Engines of a cluster, and lines on their way to them.
 
     Args:
-        ray: the package.
+        ray: the package ``ray``.
         make: starts an actor.
-        count: of actors.
-        at_once: lines of each.
+        count: how many actors there are.
+        at_once: how many lines each of them has at once.
     """
 
     def __init__(self, ray: Any, make: Callable[[], Any], count: int, at_once: int) -> None:
@@ -165,7 +165,7 @@ class Fleet:
 
 
 def _resources(engine: EngineConfig) -> dict[str, int]:
-    """Of one engine."""
+    """The resources of Ray that one engine takes, by name."""
     ranks = engine.parallel.world_size
     return {"CPU": ranks, "GPU": ranks if resolve_device(engine.model.device).type == "cuda" else 0}
 

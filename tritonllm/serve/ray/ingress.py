@@ -38,10 +38,12 @@ class LostError(Exception):
 
 
 class Ingress:
-    """Args:
-    engines: Serve's handle to the replicas with engines.
-    config: of the server: keys and sizes.
-    sticky_header, sticky_chars, max_retries: as of :class:`~tritonllm.serve.ray.options.ServeOptions`.
+    """An ASGI application that reads requests and sends each to a replica.
+
+    Args:
+        engines: Serve's handle to the replicas with engines.
+        config: the configuration of the server: keys and sizes.
+        sticky_header, sticky_chars, max_retries: as of :class:`~tritonllm.serve.ray.options.ServeOptions`.
     """
 
     def __init__(
@@ -191,8 +193,10 @@ class _Answering(Response):
 
 
 def _check_path(scope: Any, path: str) -> None:
-    """Raises:
-    RouteError: clients have no business there.
+    """Check that clients may ask this path.
+
+    Raises:
+        RouteError: clients have no business there.
     """
     if not path.startswith(PASSED) and path not in PASSED_PATHS:
         raise RouteError(404, f"{scope['method']} {path}: Not Found", "not_found")

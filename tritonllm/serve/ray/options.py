@@ -53,19 +53,20 @@ class ServeOptions:
     """How Ray Serve runs the engines. Names are Serve's where it has one.
 
     Args:
-        num_replicas: engines, each with the whole model.
+        num_replicas: how many engines there are, each with the whole model.
         autoscaling_config: how many there are by load (``min_replicas``, ``max_replicas``, ``target_ongoing_requests``
             and others of Serve's), in the place of ``num_replicas``. The target is half of ``max_ongoing_requests``
             unless it says another.
-        max_ongoing_requests: that a replica answers at once; others go to the next replica, or wait.
-        max_queued_requests: that wait at an ingress when all replicas are full; one more is refused (429).
-        health_check_period_s, health_check_timeout_s: between looks at a replica, and for one.
+        max_ongoing_requests: how many requests a replica answers at once; others go to the next replica, or wait.
+        max_queued_requests: how many requests may wait at an ingress when all replicas are full; one more is refused
+            (429).
+        health_check_period_s, health_check_timeout_s: the seconds between two looks at a replica, and for one look.
         graceful_shutdown_timeout_s: how long running requests may take when a replica has to end.
-        num_ingress_replicas: processes that read requests and choose a replica for each.
-        ingress_num_cpus: that Ray keeps for each of them.
-        num_cpus: that Ray keeps for each engine; by default one for each of its ranks.
+        num_ingress_replicas: how many processes read requests and choose a replica for each.
+        ingress_num_cpus: how many CPUs Ray keeps for each of them.
+        num_cpus: how many CPUs Ray keeps for each engine; by default one for each of its ranks.
         sticky_header, sticky_chars, balance_epsilon, balance_min_tokens: as of ``tritonllm route``.
-        max_retries: other replicas that a request may be sent to after the first one failed.
+        max_retries: how many other replicas a request may be sent to after the first one failed.
 
     Raises:
         ValueError: a bad value; the message names the argument.
@@ -118,10 +119,10 @@ class Plan:
     """All that :func:`read_plan` reads.
 
     Args:
-        engine: of each replica.
-        server: of the ingress, which checks keys and sizes.
-        serve: how many there are, and where.
-        max_queue: sequences that may wait for a seat in an engine.
+        engine: the configuration of each replica's engine.
+        server: the configuration of the ingress, which checks keys and sizes.
+        serve: how many replicas there are, and where.
+        max_queue: how many sequences may wait for a seat in an engine.
     """
 
     engine: EngineConfig
@@ -131,12 +132,12 @@ class Plan:
 
     @property
     def gpus(self) -> int:
-        """Of each engine."""
+        """How many GPUs each engine takes."""
         return 0 if self.engine.model.device == "cpu" else self.engine.parallel.world_size
 
     @property
     def cpus(self) -> float:
-        """Of each engine."""
+        """How many CPUs each engine takes."""
         given = self.serve.num_cpus
         return float(self.engine.parallel.world_size if given is None else given)
 
@@ -176,8 +177,10 @@ def read_plan(args: Mapping[str, Any]) -> Plan:
 
 
 def _check_names(names: Iterable[str], known: Mapping[str, Any]) -> None:
-    """Raises:
-    ValueError: a misspelled name of an argument that is no engine's; the engine looks after its own.
+    """Check arguments for names that are a misspelled name of an option of the server or of Ray Serve.
+
+    Raises:
+        ValueError: a misspelled name of an argument that is no engine's; the engine looks after its own.
     """
     own = (*SERVER, *TEXTS, "chat_template", "max_queue", *(field.name for field in fields(ServeOptions)))
     for name in names:
@@ -210,7 +213,7 @@ def _hints() -> dict[str, Any]:
 
 
 def _read(name: str, value: Any, hint: Any) -> Any:
-    """Of text, what it stands for."""
+    """The value that a text stands for, by the option's type; other values are returned as they are."""
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     if not isinstance(value, str) or hint is None or str in kinds or Any in kinds or name in TEXTS:
         return value

@@ -37,8 +37,8 @@ class Loads:
 
         Args:
             key: what places the request; may be empty.
-            names: of the replicas; at least one.
-            tried: those that have failed it.
+            names: the names of the replicas; at least one.
+            tried: the names of those that have failed the request.
         """
         good = [name for name in names if name not in tried] or list(names)
         self._turn += 1
@@ -58,7 +58,7 @@ class Loads:
         self._tokens[name] = self.of(name) + tokens
 
     def end(self, name: str, request_id: str) -> None:
-        """It has not, or not any more. May be called again."""
+        """Note that a replica does not hold a request, or not any more. May be called again."""
         tokens = self._counted.pop((name, request_id), 0)
         if tokens:
             self._tokens[name] -= tokens
@@ -73,7 +73,7 @@ class PrefixRouter(RequestRouter):
     queue_len_response_deadline_s = 1.0
 
     def initialize_state(self, **kwargs: Any) -> None:
-        """With ``balance_epsilon`` and ``balance_min_tokens``."""
+        """Begin with ``balance_epsilon`` and ``balance_min_tokens``, as Ray Serve hands them on."""
         self._loads = Loads(kwargs["balance_epsilon"], kwargs["balance_min_tokens"])
         self._expected: dict[asyncio.Future[Any], str] = {}  # of requests that no replica has yet
 

@@ -86,8 +86,10 @@ def _looks_and_ends(options: ServeOptions, longer: float = 0.0) -> dict[str, Any
 
 
 def import_serve() -> Any:
-    """Raises:
-    ValueError: Ray Serve is not installed, or too old.
+    """Import ``ray.serve``.
+
+    Raises:
+        ValueError: Ray Serve is not installed, or too old.
     """
     import_ray(WISH)
     try:
@@ -113,7 +115,7 @@ def _routing(options: ServeOptions) -> dict[str, Any]:
 
 
 def _count(options: ServeOptions) -> dict[str, Any]:
-    """How many engines.
+    """How many engines there are, as arguments of Ray Serve's deployment.
 
     Raises:
         ValueError: a bad ``autoscaling_config``; the message names the entry.

@@ -21,12 +21,12 @@ LAST_ANSWERS = 10.0  # seconds in which answers that end with the engine's death
 
 
 class EngineReplica:
-    """An actor. Its answers bear its name in the header ``x-replica``.
+    """An actor of Ray Serve with one engine. Its answers bear its name in the header ``x-replica``.
 
     Args:
-        engine: what it runs, in a process of its own.
-        config: of the application. Keys are the ingress's affair.
-        max_queue: sequences that may wait for a seat.
+        engine: the configuration of the engine, which runs in a process of its own.
+        config: the configuration of the application. Keys are the ingress's affair.
+        max_queue: how many sequences may wait for a seat.
 
     Raises:
         ValueError, RuntimeError: the engine did not start.

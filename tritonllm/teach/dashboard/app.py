@@ -23,10 +23,10 @@ STATUS_STYLES = {"running": draw.GREEN, "paused": draw.ORANGE, "ended": draw.SKY
 
 
 class Panel(Widget):
-    """A part of the snapshot.
+    """A widget that draws one part of the snapshot.
 
     Args:
-        name: its id.
+        name: the id of the widget.
         paint: draws a snapshot in so many columns and rows.
         title: says what is drawn.
     """
@@ -73,9 +73,11 @@ class Headline(Widget):
 
 
 class Dashboard(App[None]):
-    """Args:
-    source: what to look at.
-    every: seconds between two looks.
+    """The dashboard's application for the terminal.
+
+    Args:
+        source: what to look at.
+        every: how many seconds there are between two looks.
     """
 
     ENABLE_COMMAND_PALETTE = False

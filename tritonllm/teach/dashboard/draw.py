@@ -185,7 +185,7 @@ def _stack(column: StepColumn, top: int, rows: int) -> list[tuple[str, str]]:
 
 
 def _cell(inside: list[tuple[int, str]]) -> tuple[str, str]:
-    """Of the kinds that reach into a cell from below, how far each does, in eighths."""
+    """The character and the style of a cell, from how far each kind reaches into it from below, in eighths."""
     if not inside:
         return " ", ""
     first, style = inside[0]

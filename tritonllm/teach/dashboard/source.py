@@ -14,9 +14,11 @@ class Status(NamedTuple):
 
 
 class SnapshotSource(Protocol):
-    """Attributes:
-    title: what is looked at.
-    gate: lets the engine's steps through, if this process has it in its hands.
+    """What a dashboard looks at: an engine in this process, or a server.
+
+    Attributes:
+        title: a name of what is looked at.
+        gate: lets the engine's steps through, if this process has it in its hands.
     """
 
     title: str
@@ -30,5 +32,5 @@ class SnapshotSource(Protocol):
 
     @property
     def is_over(self) -> bool:
-        """Nothing more can be seen: the screen closes."""
+        """Whether nothing more can be seen, so that the screen closes."""
         ...

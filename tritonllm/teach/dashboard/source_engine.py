@@ -19,10 +19,12 @@ SWITCH_SECONDS = 0.0005
 
 
 class EngineSource:
-    """Args:
-    engine: an :class:`~tritonllm.engine.loop.engine.LLMEngine`, which another thread runs.
-    gate: its steps pass.
-    title: see :class:`~tritonllm.teach.dashboard.source.SnapshotSource`.
+    """The snapshots of an engine in this process.
+
+    Args:
+        engine: an :class:`~tritonllm.engine.loop.engine.LLMEngine`, which another thread runs.
+        gate: the gate that the engine's steps pass.
+        title: see :class:`~tritonllm.teach.dashboard.source.SnapshotSource`.
     """
 
     def __init__(self, engine: Any, gate: Gate, title: str) -> None:
@@ -49,7 +51,7 @@ class EngineSource:
 
 
 class DashboardViewer:
-    """``tritonllm generate --dashboard``.
+    """The viewer of ``tritonllm generate --dashboard``.
 
     Args:
         speed: steps a second; 0: as fast as the engine is.

@@ -34,13 +34,13 @@ class Refused(Exception):
 
 
 class ServerSource:
-    """Asks from its ``with`` block on, until the end of that.
+    """The snapshots of a server. It is asked from the ``with`` block's beginning to its end.
 
     Args:
-        url: of a server, with or without ``/v1``.
+        url: the address of the server, with or without ``/v1``.
         key: an API key, if it wants one.
-        every: seconds between two questions.
-        replica: of several engines behind the server.
+        every: how many seconds there are between two questions.
+        replica: the number of one of several engines behind the server.
     """
 
     gate: Gate | None = None
@@ -109,9 +109,11 @@ class ServerSource:
         return from_json(json.loads(answer))
 
     def _get(self, path: str) -> str:
-        """Raises:
-        Refused: another status than 200.
-        OSError: there is no answer.
+        """The text of the server's answer to a GET request.
+
+        Raises:
+            Refused: another status than 200.
+            OSError: there is no answer.
         """
         request = urllib.request.Request(self.title + path, headers=self._headers)
         try:

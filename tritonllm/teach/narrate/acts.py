@@ -36,12 +36,12 @@ class Share(float):
 
 @dataclass(frozen=True)
 class Said:
-    """A sentence.
+    """A sentence of the narration.
 
     Attributes:
-        key: its name in a language's words.
+        key: the name of the sentence in a language's words.
         values: what stands at its placeholders: a text, a number, a list of them, or a part that has words itself.
-        lesson: it explains what the others tell of, and is said once.
+        lesson: whether it explains what the others tell of, and is said once.
     """
 
     key: str
@@ -97,10 +97,10 @@ class Bar(NamedTuple):
     """A candidate for the next token.
 
     Attributes:
-        model: its probability as the model has it.
+        model: the probability that the model gives it.
         final: the probability with which it could be drawn; ``None`` where nobody knows.
         dropped_by: what took that away from it: the name of a stage of :mod:`~tritonllm.teach.narrate.filters`.
-        drawn: it became the next token.
+        drawn: whether it became the next token.
     """
 
     piece: Piece
@@ -124,8 +124,8 @@ class Act:
 
     Attributes:
         kind: what it is about.
-        title: over it; ``None`` for a line that stands for itself.
-        lines: in their order.
+        title: the title over it; ``None`` for a line that stands for itself.
+        lines: the lines, in their order.
     """
 
     kind: Kind

@@ -15,14 +15,14 @@ from tritonllm.teach.narrate.recorder import Recorded
 
 @dataclass
 class Player:
-    """A sequence.
+    """A sequence, as the narration knows it.
 
     Attributes:
         name: "2", or "2.1" for the first of several continuations of prompt 2.
-        prompt, output: its tokens, as far as they were told.
-        params: of its request.
-        bad_words: tokenized.
-        came: it was admitted before.
+        prompt, output: the tokens of the prompt and of the output, as far as they were told.
+        params: the sampling parameters of its request.
+        bad_words: the bad words of its request, tokenized.
+        came: whether it was admitted before.
     """
 
     name: str
@@ -34,9 +34,11 @@ class Player:
 
 
 class Cast:
-    """Args:
-    tokenizer: of the model, or ``None``.
-    eos_token_ids: tokens that end an output.
+    """The sequences that the narration tells of.
+
+    Args:
+        tokenizer: the tokenizer of the model, or ``None``.
+        eos_token_ids: tokens that end an output.
     """
 
     def __init__(self, tokenizer: Any, eos_token_ids: frozenset[int]) -> None:
@@ -82,7 +84,7 @@ class Cast:
         return part.num_known_tokens if player is None else len(player.prompt) + len(player.output)
 
     def add(self, tokens: Iterable[NewTokens]) -> None:
-        """Sequences got tokens."""
+        """Add the tokens that sequences got."""
         for new in tokens:
             player = self._players.get(new.sequence_id)
             if player is not None:
@@ -92,9 +94,9 @@ class Cast:
         """Which row of logits is which sequence's.
 
         Args:
-            parts: of the step, before its tokens were added. The rows that were recorded are in this order; those of
-                sequences that had ended are missing.
-            recorded: by the recorder.
+            parts: the parts of the step, before its tokens were added. The rows that were recorded are in this order;
+                those of sequences that had ended are missing.
+            recorded: the rows that the recorder has recorded.
         """
         found: dict[str, Recorded] = {}
         at = 0
@@ -113,7 +115,7 @@ class Cast:
         """What became of a row.
 
         Args:
-            mask: of :class:`~tritonllm.events.StepRestricted`.
+            mask: the mask of :class:`~tritonllm.events.StepRestricted`.
         """
         return follow(
             recorded.logits,

@@ -12,14 +12,14 @@ SHOWN = 4  # requests of a kind that get a sentence of their own in a step
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """Of the engine: what a step may hold, and what its cache is like.
+    """The limits of the engine: what a step may hold, and what its cache is like.
 
     Attributes:
-        seats: most requests running.
-        block_tokens: tokens of a block of the cache, over all ranks.
-        num_blocks: of the cache.
-        caches: there is a prefix cache.
-        host: there is memory of the host's for blocks.
+        seats: how many requests may run at once.
+        block_tokens: how many tokens a block of the cache holds, over all ranks.
+        num_blocks: how many blocks there are.
+        caches: whether there is a prefix cache.
+        host: whether there is memory of the host's for blocks.
     """
 
     seats: int
@@ -86,7 +86,7 @@ def prefills(step: StepPlanned, cast: Cast) -> list[Said]:
 
 
 def decodes(step: StepPlanned, cast: Cast, verified: Mapping[str, int]) -> list[Said]:
-    """Requests that generate.
+    """Tell of the requests that generate in a step.
 
     Args:
         verified: how many guesses were found for each sequence; the step had room for more.
@@ -139,7 +139,7 @@ def scheduled(
     verified: Mapping[str, int],
     lessons: Callable[[str], Sequence[Said]],
 ) -> list[Line]:
-    """All of it, for a step that is told in full.
+    """Tell all of what a step holds, for one that is told in full.
 
     Args:
         verified: see :func:`decodes`.

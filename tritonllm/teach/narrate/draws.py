@@ -61,12 +61,12 @@ def _stage(stage: FilterStage, before: torch.Tensor, drawn: int, reader: TokenRe
 def from_row(
     name: str, row: FilterRow, drawn: int, reader: TokenReader, params: SamplingParams, said: set[str]
 ) -> list[Line]:
-    """Of a row of logits that was recorded.
+    """Tell of a draw from a row of logits that was recorded.
 
     Args:
-        name: the sequence's.
-        drawn: the token.
-        params: of its request.
+        name: the name of the sequence.
+        drawn: the token that was drawn.
+        params: the sampling parameters of its request.
         said: lessons that were given; new ones are added.
     """
     best = int(row.model.argmax())
@@ -99,10 +99,11 @@ def from_row(
 def from_logprobs(
     name: str, token: int, scores: Sequence[tuple[int, float]], reader: TokenReader, said: set[str]
 ) -> list[Line]:
-    """Of log-probabilities, where nobody could look at the logits: the model's own candidates, and no rules.
+    """Tell of a draw from log-probabilities, where nobody could look at the logits: the model's own candidates, and no
+    rules.
 
     Args:
-        scores: of the token itself, then of the most likely ones.
+        scores: the token's own log-probability, then those of the most likely tokens, each with its token.
     """
     lines: list[Line] = []
     if "logprobs" not in said:

@@ -125,11 +125,11 @@ def follow(
 
     Args:
         logits: ``[V]``, as the model gave them.
-        params: of the request.
+        params: the sampling parameters of the request.
         prompt, output: the tokens before.
         mask: ``[ceil(V / 32)]`` int32: what a grammar allows.
         eos_token_ids: tokens that end an output.
-        bad_words: those of the parameters, tokenized.
+        bad_words: the bad words of the parameters, tokenized.
     """
     funnel = _Funnel(clean_ref(logits[None].cpu()))
     model = funnel.probabilities()

@@ -25,8 +25,10 @@ def add(group: Any) -> None:
 
 
 def make(args: argparse.Namespace) -> Viewer | None:
-    """Raises:
-    ValueError: an option without ``--narrate``, a bad value, a run that cannot be narrated, or no ``rich``.
+    """The viewer of ``--narrate``; ``None`` without that option.
+
+    Raises:
+        ValueError: an option without ``--narrate``, a bad value, a run that cannot be narrated, or no ``rich``.
     """
     given = {"--speed": args.speed is not None, "--lang": args.lang is not None, "--no-color": args.no_color}
     if not args.narrate:

@@ -18,8 +18,10 @@ def visible(text: str) -> str:
 
 
 class TokenReader:
-    """Args:
-    tokenizer: of the model; ``None`` if there is none: a token is then its number.
+    """Makes readable texts of token ids.
+
+    Args:
+        tokenizer: the tokenizer of the model; ``None`` if there is none: a token is then its number.
     """
 
     def __init__(self, tokenizer: Any) -> None:

@@ -23,10 +23,10 @@ class DrawRecorder:
     not which.
 
     Args:
-        most: it keeps so many rows of a step, the first ones. A row of 152,000 logits takes 600 KB.
+        most: how many rows of a step it keeps, the first ones. A row of 152,000 logits takes 600 KB.
 
     Attributes:
-        awake: it keeps what it hears.
+        awake: whether it keeps what it hears.
     """
 
     def __init__(self, most: int = 16) -> None:

@@ -67,10 +67,12 @@ def folded(text: str, width: int) -> list[str]:
 
 
 class Show:
-    """Args:
-    words: of a language.
-    console: what is written to.
-    pause: is told each text that was shown, and waits until it is read.
+    """Writes the narration to a console, in a language's words.
+
+    Args:
+        words: the words of a language, by name.
+        console: the console to write to.
+        pause: is told each text that was shown, and waits until it is read.
     """
 
     def __init__(self, words: Mapping[str, str], console: Console, pause: Callable[[str], None]) -> None:

@@ -37,11 +37,11 @@ class Detail(NamedTuple):
     """How much is told in full.
 
     Attributes:
-        prompts: so many prompts' tokens are shown.
-        prefills: so many steps that bring no token.
-        steps: so many steps that bring tokens.
-        draws: of so many tokens of each of them the candidates.
-        news: so often a later step tells of the same kind of thing.
+        prompts: how many prompts' tokens are shown.
+        prefills: how many steps are told that bring no token.
+        steps: how many steps are told that bring tokens.
+        draws: how many of each such step's tokens are told with their candidates.
+        news: how often a later step tells of the same kind of thing.
     """
 
     prompts: int = 3
@@ -63,18 +63,20 @@ class LeftOut:
 
 
 class Story:
-    """Args:
-    tokenizer: of the model, or ``None``.
-    eos_token_ids: tokens that end an output.
-    limits: of the engine.
-    recorder: of logits, if there is one.
-    chat: the prompts went through a chat template.
-    detail: how much is told.
-    evicted: blocks that had been evicted before.
+    """Makes the narration of an engine's events.
+
+    Args:
+        tokenizer: the tokenizer of the model, or ``None``.
+        eos_token_ids: tokens that end an output.
+        limits: the limits of the engine.
+        recorder: the recorder of logits, if there is one.
+        chat: whether the prompts went through a chat template.
+        detail: how much is told.
+        evicted: how many blocks had been evicted before.
 
     Attributes:
         totals: sums of what happened.
-        left_out: of what was told.
+        left_out: how much of what happened was not told.
     """
 
     def __init__(

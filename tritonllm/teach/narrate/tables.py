@@ -51,9 +51,9 @@ def block_tables(
     """The tables of the first sequences of a step.
 
     Args:
-        block_tokens: tokens of a block, over all ranks.
-        name: of a sequence, by its id.
-        verified: of sequences with guesses, the tokens that stay when these were checked.
+        block_tokens: how many tokens a block holds, over all ranks.
+        name: returns the name of a sequence, by its id.
+        verified: for sequences with guesses, the number of tokens that stay when these were checked.
     """
     owners, rows = _owners(step), []
     parts = [part for part in step.parts if part.block_ids]  # a sibling may have nothing of its own yet
@@ -73,7 +73,7 @@ def block_news(
 
     Args:
         evicted: blocks whose contents were given up for this step.
-        caches: there is a prefix cache.
+        caches: whether there is a prefix cache.
     """
     news: list[tuple[str, Said]] = []
     new = [(name(p.sequence_id), p.new_blocks) for p in step.parts if p.new_blocks]

@@ -7,18 +7,18 @@ from tritonllm.events import Event, RequestAdded, RequestFinished, StepFinished,
 
 @dataclass
 class Totals:
-    """What was told of so far.
+    """Sums of what was told so far.
 
     Attributes:
-        requests: that came in.
-        prompt_tokens: theirs.
-        generated_tokens: of requests that have ended.
-        cached_tokens: prompt tokens that the prefix cache gave.
+        requests: how many requests came in.
+        prompt_tokens: how many tokens their prompts have.
+        generated_tokens: how many tokens the requests that have ended generated.
+        cached_tokens: how many prompt tokens the prefix cache gave.
         steps, computed_tokens: steps, and the tokens that went through the model in them, guesses among them.
-        preemptions: sequences that lost their blocks.
+        preemptions: how many sequences lost their blocks.
         copied_blocks, stored_blocks, loaded_blocks, evicted_blocks: copy-on-write, and the host's memory.
         draft_tokens, accepted_tokens: guesses that were verified, and those of them that were right.
-        forced_tokens: that a grammar left no choice about, and nobody drew.
+        forced_tokens: how many tokens a grammar left no choice about, so that nobody drew them.
     """
 
     requests: int = 0

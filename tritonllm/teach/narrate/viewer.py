@@ -53,7 +53,7 @@ def story_of(engine: Any, recorder: DrawRecorder | None, *, chat: bool = False, 
 
 
 class Narrator:
-    """A :class:`~tritonllm.teach.viewer.Viewer`.
+    """The viewer of ``--narrate``, which tells what the engine does.
 
     The engine waits while the narration pauses: its steps come as fast as one reads. With ``json`` results go to
     stdout, so the narration goes to stderr.

@@ -26,12 +26,12 @@ class Lab:
     """An engine and its record.
 
     Args:
-        options: of :class:`LLM`; by default a small cache of 128 blocks of 16 tokens.
+        options: the arguments of :class:`LLM`; by default a small cache of 128 blocks of 16 tokens.
 
     Attributes:
         llm: the engine.
         steps: what each step did, in order.
-        outputs: name of a request -> its last output.
+        outputs: the last output of each request, by its name.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -52,7 +52,7 @@ class Lab:
 
     @property
     def bytes_per_token(self) -> int:
-        """Of the cache's tensors in this process, for each of their slots."""
+        """How many bytes of the cache's tensors in this process there are for each of their slots."""
         cache = self.runner.caches.views
         blocks, size = cache[0].k.shape[:2]
         return sum(layer.k.nbytes + layer.v.nbytes for layer in cache) // (blocks * size)

@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from tritonllm.moved import renamed
+
 # Perhaps with commas between thousands, and with a unit, which is not looked at.
 NUMBER = re.compile(r"([-+]?(?=[\d.]*\d)(?:\d{1,3}(?:[,_]\d{3})+|\d*)(?:\.\d*)?)\s*[A-Za-z %.]*")
 
@@ -48,8 +50,10 @@ class Number:
     traps: Mapping[float, str] | Mapping[int, str] = field(default_factory=dict)
 
     def is_right(self, text: str) -> bool:
-        """Raises:
-        NotAnAnswer: it is not a number.
+        """Whether an answer is this number, or near enough to it.
+
+        Raises:
+            NotAnAnswer: it is not a number.
         """
         return abs(self._number(text) - self.value) <= self.tolerance
 
@@ -84,8 +88,10 @@ class MultipleChoice:
     traps: Mapping[int, str] = field(default_factory=dict)
 
     def is_right(self, text: str) -> bool:
-        """Raises:
-        NotAnAnswer: it is none of the letters.
+        """Whether an answer is the letter of the right choice.
+
+        Raises:
+            NotAnAnswer: it is none of the letters.
         """
         return self._index(text) == self.right
 
@@ -114,8 +120,10 @@ class ShortText:
     traps: Mapping[str, str] = field(default_factory=dict)
 
     def is_right(self, text: str) -> bool:
-        """Raises:
-        NotAnAnswer: it is empty.
+        """Whether an answer is one of the accepted texts.
+
+        Raises:
+            NotAnAnswer: it is empty.
         """
         return self._plain(text) in map(self._plain, self.accepted)
 
@@ -138,11 +146,11 @@ Answer = Number | MultipleChoice | ShortText
 
 @dataclass(frozen=True)
 class LessonQuestion:
-    """A question.
+    """A question of a lesson.
 
     Args:
         question: what is asked; it needs the idea that was just explained.
-        answer: from a run.
+        answer: the right answer, from a run.
         hints: shown one after the other, for ``?`` and after wrong answers.
         why: said when the answer is known, right or shown.
     """
@@ -168,13 +176,13 @@ class Lesson:
     """A lesson's place in the list; its steps are in ``lessons/<name>.py``, which is imported when it begins.
 
     Args:
-        number: from 1.
-        name: of the module.
-        title: in the list.
+        number: the number of the lesson, from 1.
+        name: the name of the module.
+        title: the title in the list.
         minutes: about how long it takes.
         paper: where the idea was published, in one line.
-        has_exercise: ``solutions/<name>.py`` has an exercise in it.
-        interpreted: it is a kernel, and its check runs in Triton's interpreter.
+        has_exercise: whether ``solutions/<name>.py`` has an exercise in it.
+        interpreted: whether it is a kernel, whose check runs in Triton's interpreter.
     """
 
     number: int
@@ -190,3 +198,8 @@ class Lesson:
         module = importlib.import_module(f"tritonllm.teach.tutorial.lessons.{self.name}")
         steps: Callable[[], Iterator[Step]] = module.steps
         return steps()
+
+
+__getattr__ = renamed(
+    __name__, {"Ask": "LessonQuestion", "Show": "ValueTable", "Choice": "MultipleChoice", "Words": "ShortText"}
+)  # names that the documents gave

@@ -14,12 +14,12 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Reached:
-    """Of one lesson.
+    """How far the learner is in one lesson.
 
     Attributes:
-        step: so many of its steps are behind the learner.
-        finished: it was once gone through to its end.
-        solved: its exercise was checked and is right.
+        step: how many of its steps are behind the learner.
+        finished: whether the learner has once gone through to its end.
+        solved: whether its exercise was checked and is right.
     """
 
     step: int = 0
@@ -29,9 +29,11 @@ class Reached:
 
 @dataclass(frozen=True)
 class Progress:
-    """Attributes:
-    lessons: number of a lesson -> how far it is.
-    current: the lesson that was open last.
+    """How far the learner is in all lessons.
+
+    Attributes:
+        lessons: how far each lesson is, by its number.
+        current: the lesson that was open last.
     """
 
     lessons: dict[int, Reached]
@@ -59,9 +61,11 @@ class ProgressFile:
         self.path = path
 
     def read(self) -> Progress:
-        """Raises:
-        ValueError: there is a file that holds something else. It stays as it is.
-        OSError: it cannot be read.
+        """Read the progress from the file; without a file nothing was done.
+
+        Raises:
+            ValueError: there is a file that holds something else. It stays as it is.
+            OSError: it cannot be read.
         """
         try:
             text = self.path.read_text(encoding="utf-8")
@@ -113,8 +117,10 @@ class ProgressFile:
 
 
 def _parse(content: Any) -> Progress:
-    """Raises:
-    ValueError, TypeError, KeyError, AttributeError: it is not what :meth:`ProgressFile.change` writes.
+    """The progress that a file's content describes.
+
+    Raises:
+        ValueError, TypeError, KeyError, AttributeError: it is not what :meth:`ProgressFile.change` writes.
     """
     if content["version"] != VERSION:
         raise ValueError(f"version must be {VERSION}, got {content['version']!r}")

@@ -16,9 +16,11 @@ CODE = re.compile(r"`[^`]+`")
 
 
 class Screen:
-    """Args:
-    out: where to write.
-    source: what the learner types, a line each.
+    """The terminal of a lesson, or what stands for one in tests.
+
+    Args:
+        out: where to write.
+        source: where the learner's lines come from.
     """
 
     def __init__(self, out: TextIO, source: TextIO) -> None:

@@ -28,10 +28,12 @@ class Quit(Exception):
 
 
 class Session:
-    """Args:
-    screen: the terminal.
-    progress: the file that remembers.
-    folder: where exercises are written.
+    """Leads a learner through lessons.
+
+    Args:
+        screen: the terminal.
+        progress: the file that remembers how far the learner is.
+        folder: the folder that exercises are written to.
     """
 
     def __init__(self, screen: Screen, progress: ProgressFile, folder: Path) -> None:
@@ -160,8 +162,10 @@ class Session:
         self._typed(prompt)
 
     def _typed(self, prompt: str) -> str:
-        """Raises:
-        Quit: it was ``q``, or nothing more will come.
+        """The line that the learner types.
+
+        Raises:
+            Quit: it was ``q``, or nothing more will come.
         """
         try:
             typed = self._screen.ask(prompt).strip()
@@ -200,6 +204,6 @@ def fast_forward(lesson: Lesson, start: int) -> tuple[Iterator[Step], list[Step]
 
 
 def state_of(reached: Reached) -> str:
-    """In the list of lessons."""
+    """How far a lesson is, as the list of lessons shows it."""
     state = "done" if reached.finished else f"begun, step {reached.step}" if reached.step else ""
     return ", ".join(part for part in (state, "exercise solved" if reached.solved else "") if part)

@@ -18,9 +18,11 @@ RIGHT, WRONG = 10, 11  # exit status of `python -m tritonllm.teach.tutorial.chec
 
 
 class ExerciseVerdict(NamedTuple):
-    """Attributes:
-    right: the exercise is solved.
-    message: what was found, for the learner; with what the file itself printed before.
+    """What the check of an exercise has found.
+
+    Attributes:
+        right: whether the exercise is solved.
+        message: what was found, for the learner; with what the file itself printed before.
     """
 
     right: bool
@@ -41,7 +43,7 @@ def exercise_text(lesson: Lesson) -> str:
 
 
 def solution_text(lesson: Lesson) -> str:
-    """The same, filled in; errors as of :func:`exercise_text`."""
+    """The text of a lesson's exercise, filled in; errors as of :func:`exercise_text`."""
     return filled(_text(lesson))
 
 
@@ -64,7 +66,7 @@ def check(lesson: Lesson, path: Path, seconds: float = SECONDS) -> ExerciseVerdi
     """Run the check of an exercise on a learner's file.
 
     Args:
-        seconds: after which it is ended.
+        seconds: after how many seconds the check is ended.
 
     Raises:
         ValueError: the lesson has no exercise, or there is no such file.

@@ -16,11 +16,11 @@ from tritonllm.kernels import moe_route_ref
 
 
 class Cost(NamedTuple):
-    """Of an operation.
+    """How much an operation computes and moves.
 
     Attributes:
-        flops: ``None`` where there is no formula.
-        read, written: bytes.
+        flops: floating-point operations; ``None`` where there is no formula.
+        read, written: how many bytes it reads and writes.
     """
 
     flops: int | None
@@ -86,7 +86,7 @@ def name_of(func: Any) -> str:
 
 
 def cost_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Cost | Later:
-    """Of one call."""
+    """The cost of one call of an operator."""
     bound = bind(func, args, kwargs)
     formula = FORMULAS.get(name_of(func))
     return _any(func, bound, result) if formula is None else formula(bound, result)
@@ -194,10 +194,10 @@ class Pairs(NamedTuple):
 
 
 def visible(lengths: Sequence[int], queries: Sequence[int], window: int | None = None, causal: bool = True) -> Pairs:
-    """Of sequences of so many keys, the last of which have queries.
+    """How many pairs of query and key there are in sequences of so many keys, the last of which have queries.
 
     Args:
-        window: keys that a query sees, itself included; ``None`` for all.
+        window: how many keys a query sees, itself included; ``None`` for all.
         causal: no query sees a key behind it; else a window has two sides.
     """
     pairs = keys = 0

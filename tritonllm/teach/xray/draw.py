@@ -26,9 +26,9 @@ class OperationRow:
     """One line of the table of stages: an operation, or several small ones.
 
     Attributes:
-        operations: what it stands for.
-        stage, what: its first columns.
-        detailed: shapes and kernels are shown.
+        operations: the operations that it stands for.
+        stage, what: the texts of its first columns.
+        detailed: whether shapes and kernels are shown.
     """
 
     operations: list[Operation]
@@ -50,7 +50,7 @@ class OperationRow:
 
 
 def matters(operation: Operation) -> bool:
-    """It has a line of its own."""
+    """Whether an operation has a line of its own."""
     return operation.name in PRODUCTS | ATTENTION or operation.name.startswith("tritonllm.")
 
 

@@ -182,7 +182,8 @@ def _of_decoder(model: Decoder, device: torch.device, token_ids: Sequence[int], 
 
 
 def _of_others(model: Any, device: torch.device, token_ids: Sequence[int], position: int) -> Seen:
-    """The same of a model of transformers. What follows its layers is found by watching, and checked."""
+    """The states of a model that runs through transformers. What follows its layers is found by watching, and
+    checked."""
     layers = layers_of(model)
     if not layers:
         raise ValueError("--xray-logit-lens: the layers of this model cannot be found")

@@ -15,13 +15,13 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Roofline:
-    """The ceilings.
+    """What bounds the speed of operations on one chip.
 
     Attributes:
-        chip: its name.
+        chip: the name of the chip.
         bandwidth: bytes a second of a large copy, read and written.
         peak: FLOPs a second of a large product.
-        dtype: of that product.
+        dtype: the dtype of that product.
     """
 
     chip: str

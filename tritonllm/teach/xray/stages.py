@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tritonllm.kernels.runtime import tuning
+from tritonllm.moved import renamed
 from tritonllm.teach.xray.costs import Cost, Later, cost_of, name_of
 from tritonllm.teach.xray.kernels import Launch, reason_of, shapes_of, watched_launches
 
@@ -56,7 +57,7 @@ _SILENT = re.compile(
 
 @functools.cache
 def is_silent(func: Any) -> bool:
-    """It launches nothing: an empty tensor, another view of one, a number for the host."""
+    """Whether an operator launches nothing: an empty tensor, another view of one, a number for the host."""
     return _SILENT.match(str(func)) is not None
 
 
@@ -66,14 +67,14 @@ class Operation:
 
     Attributes:
         name: ``aten.linear`` or ``tritonllm.norm``.
-        layer: which one; ``None`` outside of the layers.
-        stage: what it is a part of.
-        shapes: of its tensors, as text.
+        layer: the index of the layer; ``None`` outside of the layers.
+        stage: the stage of the step that it is a part of.
+        shapes: the shapes of its tensors, as text.
         choices: what it asked the tuning tables for.
-        launches: of Triton's kernels.
+        launches: the launches of Triton's kernels.
         reason: why this implementation.
-        seconds: that it took; 0 until the step is over.
-        cost: bytes and FLOPs.
+        seconds: how long it took; 0 until the step is over.
+        cost: how many bytes it moves and FLOPs it computes.
     """
 
     name: str
@@ -105,7 +106,7 @@ class StageClock(Protocol):
 
 
 class HostClock:
-    """Of a CPU, where an operation is over when its call returns."""
+    """The clock of a CPU, where an operation is over when its call returns."""
 
     unit = "time.perf_counter on the CPU"
 
@@ -119,7 +120,7 @@ class HostClock:
         return end - begin
 
     def hold(self) -> None:
-        """Nothing to wait for."""
+        """Does nothing: there is nothing to wait for."""
 
     def held(self) -> float:
         return 0.0
@@ -164,10 +165,10 @@ class Recording:
     """A step that was watched.
 
     Attributes:
-        operations: in their order.
-        seconds: of the whole step, by the same clock.
-        own: of these, what watching took; on a GPU it is not in them.
-        clock: which, in words.
+        operations: the operations, in their order.
+        seconds: how long the whole step took, by the same clock.
+        own: how much of that watching took; on a GPU it is not in ``seconds``.
+        clock: which clock it was, in words.
         failures: operations that could not be counted, and why.
     """
 
@@ -183,7 +184,7 @@ class Recording:
 
     @property
     def rest(self) -> float:
-        """Of the step, what neither an operation nor the watching took."""
+        """How long the step took beside its operations and the watching, in seconds."""
         return max(0.0, self.seconds - self.explained - self.own)
 
 
@@ -358,3 +359,6 @@ def inside(model: nn.Module, enter: Callable[[str, str], None], leave: Callable[
                 delattr(module, method)
             else:
                 setattr(module, method, before)
+
+
+__getattr__ = renamed(__name__, {"Recorder": "StageRecorder"})  # names that the documents gave

@@ -58,8 +58,10 @@ class XRay:
         return params
 
     def run(self, llm: Any, work: Callable[[], Result]) -> Result:
-        """Raises:
-        ValueError: what is to be drawn cannot be, as far as that is known before.
+        """Do some work, and draw one of its steps.
+
+        Raises:
+            ValueError: what is to be drawn cannot be, as far as that is known before.
         """
         engine = llm.engine
         self._model, self._block_tokens = engine.model, engine.config.block_tokens

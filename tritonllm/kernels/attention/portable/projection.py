@@ -69,7 +69,7 @@ def load_norm(p_weight, m_heads, b_dim, HALF: tl.constexpr, PAIRS: tl.constexpr,
 
 @triton.jit
 def _pairs(b_dim, HALF: tl.constexpr, PAIRS: tl.constexpr):
-    """Of each dimension: the one that it turns with, their angle, and whether it is the first of the two."""
+    """For each dimension: the one that it turns with, their angle, and whether it is the first of the two."""
     if PAIRS:
         m_first = b_dim % 2 == 0
         b_mate = tl.where(m_first, b_dim + 1, b_dim - 1)

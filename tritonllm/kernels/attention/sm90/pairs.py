@@ -18,7 +18,7 @@ def rows_of_pair(place, lengths, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, ROW
 
 @gluon.jit
 def describe_pairs(place, lengths, b_row, GROUP: gl.constexpr, BLOCK_M: gl.constexpr):
-    """The same for some of a pair's rows."""
+    """Rows ``b_row`` of a pair, described as :func:`rows_of_pair` describes its first ones."""
     head, seq, pair = place
     len_ptr, cu_ptr, batch, row_tiles, window = lengths
     b_pair = head % row_tiles * BLOCK_M + b_row
@@ -107,7 +107,7 @@ def merges_of(rows: int, head_size: int) -> int:
 
 @gluon.constexpr_function
 def parts_at_once(rows: int, head_size: int) -> int:
-    """Of so many rows, how many parts are read at once: 64 registers of a thread."""
+    """How many parts of ``rows`` rows are read at once: 64 registers of a thread."""
     return max(4, min(64, 8192 // (rows * head_size)))
 
 

@@ -36,7 +36,7 @@ from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_nex
 
 MIN_ROWS, MAX_ROWS = 2, 16
 # Elements of a layer's products up to which they are all faster so. Four products with their norms and additions, on an
-# H200, in microseconds, as before and so:
+# H200, in microseconds, without this kernel and with it:
 #
 #   rows   Qwen3-0.6B     Llama-3.2-1B   Qwen3-4B       Phi-3-mini     Llama-3.1-8B
 #   4      20.6 -> 16.8   44.2 -> 40.9   73.4 -> 65.1   74.4 -> 67.2   120.4 -> 121.8
@@ -86,7 +86,7 @@ def _in_order(b):
 
 @gluon.jit
 def _sixteen(b):
-    """Of 8 rows 16, the last 8 of them 0: the instruction has no fewer."""
+    """Make 16 rows of 8, the last 8 of them 0: the instruction has no fewer."""
     WARPS: gl.constexpr = b.shape[0]
     ROWS: gl.constexpr = b.shape[1]
     STEP: gl.constexpr = b.shape[2]
@@ -109,7 +109,7 @@ def _places(dim: gl.constexpr, n: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _weights(p_weight, b_k, at: gl.constexpr, K, WHOLE: gl.constexpr):
-    """Each is used once: other lines shall stay in the cache rather than these."""
+    """Load weights. Each is used once: other lines shall stay in the cache rather than these."""
     if WHOLE:
         b_weight = gl.load(p_weight + at, eviction_policy="evict_first")
     else:

@@ -14,8 +14,8 @@ class Tile(NamedTuple):
         block_m: rows of ``x``, 64 or 128.
         block_n: rows of the weight: a power of two or the sum of two, in multiples of 16 if gated.
         stages: steps of 64 along K that are under way; 3 or more, and even for 64 rows of ``x``.
-        registers: of a thread, on average.
-        prefetch: ask for the rest of the weights, too, before the kernel before has ended.
+        registers: how many registers a thread has, on average.
+        prefetch: whether to ask for the rest of the weights, too, before the kernel before has ended.
     """
 
     block_m: int

@@ -33,7 +33,7 @@ def power_of_two(width):
 
 @gluon.jit
 def first_row(tile, shape, BLOCK_M: gl.constexpr):
-    """Of the tile's rows of ``x``."""
+    """The first of the tile's rows of ``x``."""
     m_tiles, tiles, steps, last = shape
     return gl.minimum(tile % m_tiles * BLOCK_M, last)
 

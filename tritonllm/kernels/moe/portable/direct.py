@@ -33,7 +33,7 @@ class Routing(NamedTuple):
         bias: ``[E]`` or None.
         scale: multiplies the weights.
         top_k: experts a token.
-        constants: of :func:`tritonllm.kernels.moe.route.routing_constants`.
+        constants: the constants that :func:`tritonllm.kernels.moe.route.routing_constants` gives.
     """
 
     logits: torch.Tensor
@@ -243,7 +243,8 @@ def _direct_down_kernel(
 
 
 def _tile(k: int) -> tuning.Config:
-    """At most 8 steps, of 8 elements a thread: a row of bfloat16 is 32 registers, and rows share no thread."""
+    """The launch configuration for ``k`` columns: at most 8 steps, of 8 elements a thread, so that a row of bfloat16 is
+    32 registers, and rows share no thread."""
     block = max(256, triton.next_power_of_2(triton.cdiv(k, 8)))
     warps = 2 if block == 256 else max(8, block // 256)
     return {"BLOCK_N": warps * 256 // block, "BLOCK_K": block, "num_warps": warps}
@@ -268,7 +269,8 @@ def default_down_config(tokens: int, n: int, k: int, chooses: str) -> tuning.Con
 
 
 def launch(x: torch.Tensor, experts: Experts, choice: Choice | Routing, result: Result) -> None:
-    """All of :func:`tritonllm.kernels.fused_moe`, or with a routing, of :func:`tritonllm.kernels.moe_from_logits`."""
+    """Launch all of :func:`tritonllm.kernels.fused_moe`, or with a routing, of
+    :func:`tritonllm.kernels.moe_from_logits`."""
     w_gate_up, w_down, gate_up_bias, down_bias, activation = experts
     out, add, scale, *_ = result
     tokens, (count, n, i) = len(x), w_down.shape

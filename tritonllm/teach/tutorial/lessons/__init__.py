@@ -52,8 +52,10 @@ LESSONS = (
 
 
 def find(number: int) -> Lesson:
-    """Raises:
-    ValueError: there is no such lesson.
+    """The lesson with this number.
+
+    Raises:
+        ValueError: there is no such lesson.
     """
     if not 1 <= number <= len(LESSONS):
         raise ValueError(f"lesson {number} does not exist: there are 1 to {len(LESSONS)}; --list shows them")

@@ -19,7 +19,7 @@ def make_room(
 
     Args:
         position: the next token's; those before it are in the cache already.
-        block_table: of the sequence; is changed.
+        block_table: the sequence's block table; is changed.
         users: block -> how many tables name it; is changed.
         free: blocks that nobody uses; the last one is to be taken first. Is changed.
 

@@ -8,7 +8,7 @@ def top_p(probabilities: list[float], limit: float) -> list[float]:
     """Keep the shortest list of most likely tokens whose probabilities add up to at least ``limit``.
 
     Args:
-        probabilities: of each token; they add up to 1.
+        probabilities: the probability of each token; they add up to 1.
         limit: more than 0 and at most 1.
 
     Returns:

@@ -21,7 +21,7 @@ def verify(draft: int, p: list[float], q: list[float], coin: float, noise: float
         draft: a token that was drawn from ``q``.
         p, q: the large model's and the draft model's probabilities of each token.
         coin: evenly distributed between 0 and 1; for the decision.
-        noise: the same; for :func:`draw`.
+        noise: evenly distributed between 0 and 1; for :func:`draw`.
 
     Returns:
         The token, and whether the draft was accepted.
