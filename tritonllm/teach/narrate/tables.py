@@ -12,10 +12,10 @@ ROWS = 6  # block tables of a step
 CELLS, TAIL = 12, 4  # blocks of a table; and of these the last
 
 
-def _marks(part: Part, size: int, step: StepPlanned, owners: Counter[int]) -> list[Mark]:
+def _marks(part: Part, block_tokens: int, step: StepPlanned, owners: Counter[int]) -> list[Mark]:
     loaded, copied = set(step.loads), {target for _, target in step.copies}
     new = len(part.block_ids) - part.new_blocks
-    cached = part.cached_tokens // size if part.admitted and part.num_tokens else 0
+    cached = part.cached_tokens // block_tokens if part.admitted and part.num_tokens else 0
     marks: list[Mark] = []
     for at, block in enumerate(part.block_ids):
         if block in copied:
@@ -31,13 +31,13 @@ def _marks(part: Part, size: int, step: StepPlanned, owners: Counter[int]) -> li
     return marks
 
 
-def _row(name: str, part: Part, size: int, marks: Sequence[Mark], filled: int) -> TableRow:
+def _row(name: str, part: Part, block_tokens: int, marks: Sequence[Mark], filled: int) -> TableRow:
     cells = [Cell(block, mark) for block, mark in zip(part.block_ids, marks, strict=True)]
     head = left_out = 0
     if len(cells) > CELLS:
         head, left_out = CELLS - TAIL, len(cells) - CELLS
         cells = [*cells[:head], *cells[-TAIL:]]
-    room = len(part.block_ids) * size
+    room = len(part.block_ids) * block_tokens
     return TableRow(name, tuple(cells), head, left_out, min(filled, room), room)
 
 
@@ -46,12 +46,12 @@ def _owners(step: StepPlanned) -> Counter[int]:
 
 
 def block_tables(
-    step: StepPlanned, size: int, name: Callable[[str], str], verified: Mapping[str, int] = NOTHING
+    step: StepPlanned, block_tokens: int, name: Callable[[str], str], verified: Mapping[str, int] = NOTHING
 ) -> list[Line]:
     """The tables of the first sequences of a step.
 
     Args:
-        size: how many tokens a block holds.
+        block_tokens: how many tokens a block holds, over all ranks.
         name: returns the name of a sequence, by its id.
         verified: for sequences with guesses, the number of tokens that stay when these were checked.
     """
@@ -59,7 +59,7 @@ def block_tables(
     parts = [part for part in step.parts if part.block_ids]  # a sibling may have nothing of its own yet
     for part in parts[:ROWS]:
         filled = verified.get(part.sequence_id, part.start + part.num_tokens)
-        rows.append(_row(name(part.sequence_id), part, size, _marks(part, size, step, owners), filled))
+        rows.append(_row(name(part.sequence_id), part, block_tokens, _marks(part, block_tokens, step, owners), filled))
     lines: list[Line] = [BlockTables(tuple(rows))]
     if len(parts) > ROWS:
         lines.append(Said("more_tables", {"count": Count(len(parts) - ROWS)}))
@@ -67,7 +67,7 @@ def block_tables(
 
 
 def block_news(
-    step: StepPlanned, size: int, name: Callable[[str], str], evicted: int, *, caches: bool
+    step: StepPlanned, block_tokens: int, name: Callable[[str], str], evicted: int, *, caches: bool
 ) -> list[tuple[str, Said]]:
     """What happened to blocks: kinds of news, each with its sentence.
 
@@ -84,11 +84,11 @@ def block_news(
     found = [p for p in step.parts if p.admitted and p.num_tokens and p.cached_tokens]
     back = set(step.loads)
     for part in found[:ROWS]:
-        blocks = part.block_ids[: part.cached_tokens // size]
+        blocks = part.block_ids[: part.cached_tokens // block_tokens]
         there = sum(block not in back for block in blocks)
         if there:
             key = "found" if caches else "found_of_sibling"
-            values = {"name": name(part.sequence_id), "blocks": Count(there), "tokens": Count(there * size)}
+            values = {"name": name(part.sequence_id), "blocks": Count(there), "tokens": Count(there * block_tokens)}
             news.append(("found", Said(key, values)))
     owners = _owners(step)
     shared = sum(count > 1 for count in owners.values())

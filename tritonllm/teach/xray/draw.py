@@ -190,11 +190,13 @@ class Notes:
         return self.texts.setdefault(kernel_of(operation), len(self.texts) + 1)
 
 
-def print_step(console: Console, planned: StepPlanned, recording: Recording, roofline: Roofline, block: int) -> None:
-    """Everything of one step; ``block``: tokens of a cache block."""
+def print_step(
+    console: Console, planned: StepPlanned, recording: Recording, roofline: Roofline, block_tokens: int
+) -> None:
+    """Everything of one step; ``block_tokens``: tokens of a block of the cache."""
     counts = f"{many(planned.num_tokens, 'token')} of {many(len(planned.parts), 'sequence')}"
     console.rule(Text(f"step {planned.step}: {counts}"))
-    print_blocks(console, planned, block)
+    print_blocks(console, planned, block_tokens)
     notes = Notes()
     look = {"plain": not console.is_terminal, "narrow": console.width < NARROW}
     console.print(stage_table(recording, roofline, notes, **look))
@@ -285,7 +287,7 @@ def print_roofline(console: Console, roofline: Roofline) -> None:
     console.print(Text(text))
 
 
-def print_blocks(console: Console, planned: StepPlanned, block: int) -> None:
+def print_blocks(console: Console, planned: StepPlanned, block_tokens: int) -> None:
     """The block tables of the step's sequences, and the slots that its tokens are stored in."""
     owners: dict[int, int] = {}
     for part in planned.parts:
@@ -305,14 +307,14 @@ def print_blocks(console: Console, planned: StepPlanned, block: int) -> None:
             number = part.block_ids[at]
             sign = "+" if at >= len(part.block_ids) - part.new_blocks else "=" if owners[number] > 1 else ""
             line.append(f" {sign}#{number} ", style="cyan")
-            line.append_text(cells(part, at, block))
+            line.append_text(cells(part, at, block_tokens))
         console.print(line)
         if part.num_tokens:
-            console.print(Text(f"  slots   {slots(part, block)}"))
+            console.print(Text(f"  slots   {slots(part, block_tokens)}"))
     if len(planned.parts) > MOST_SEQUENCES:
         console.print(Text(f"  … and {len(planned.parts) - MOST_SEQUENCES} more sequences"))
     legend = "█ keys and values known, ▓ written by this step, · free; + new, = shared; slot = block × "
-    console.print(Text(f"  {legend}{block} + place", style="dim"))
+    console.print(Text(f"  {legend}{block_tokens} + place", style="dim"))
 
 
 def shown_blocks(part: Part) -> list[int | None]:
@@ -323,12 +325,12 @@ def shown_blocks(part: Part) -> list[int | None]:
     return [0, None, *range(count - MOST_BLOCKS + 1, count)]
 
 
-def cells(part: Part, at: int, block: int) -> Text:
+def cells(part: Part, at: int, block_tokens: int) -> Text:
     """One block: a cell for a slot, or for some if blocks are large."""
-    each = -(-block // CELLS)
+    each = -(-block_tokens // CELLS)
     text = Text()
-    for first in range(0, block, each):
-        position = at * block + first
+    for first in range(0, block_tokens, each):
+        position = at * block_tokens + first
         if position < part.start:
             text.append("█", style="blue")
         elif position < part.start + part.num_tokens:
@@ -338,13 +340,13 @@ def cells(part: Part, at: int, block: int) -> Text:
     return text
 
 
-def slots(part: Part, block: int) -> str:
+def slots(part: Part, block_tokens: int) -> str:
     """``positions 20–22 → slots 116–118``, one for each run of slots."""
     runs: list[tuple[int, int, int]] = []  # position, slot, length
     for position in range(part.start, part.start + part.num_tokens):
-        if position // block >= len(part.block_ids):
+        if position // block_tokens >= len(part.block_ids):
             break
-        slot = part.block_ids[position // block] * block + position % block
+        slot = part.block_ids[position // block_tokens] * block_tokens + position % block_tokens
         if runs and slot == runs[-1][1] + runs[-1][2]:
             runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
         else:

@@ -64,7 +64,7 @@ class XRay:
             ValueError: what is to be drawn cannot be, as far as that is known before.
         """
         engine = llm.engine
-        self._model, self._block = engine.model, engine.config.block_tokens
+        self._model, self._block_tokens = engine.model, engine.config.block_tokens
         self._device = next(self._model.parameters()).device
         if self._console is None:
             self._console = make_console(self._wishes.to_stderr)
@@ -142,7 +142,7 @@ class XRay:
             return
         assert self._console is not None
         self._seen.add(planned.step)
-        draw.print_step(self._console, planned, recorder.end(), self._roofline, self._block)
+        draw.print_step(self._console, planned, recorder.end(), self._roofline, self._block_tokens)
 
     def _abandon(self) -> None:
         if self._recorder is not None:
