@@ -123,11 +123,11 @@ class LLM(PoolingMethods, ProfileMethods):
         return self._engine.reset_prefix_cache()
 
     def sleep(self, level: int = 1) -> None:
-        """Give the memory of weights and cache to others; see :meth:`SleepMethods.sleep`, with its errors."""
+        """Give the memory of weights and cache to others; see :meth:`LLMEngine.sleep`, with its errors."""
         self._engine.sleep(level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Take the memory back; see :meth:`SleepMethods.wake_up`, with its errors."""
+        """Take the memory back; see :meth:`LLMEngine.wake_up`, with its errors."""
         self._engine.wake_up(tags)
 
     @property
@@ -135,12 +135,12 @@ class LLM(PoolingMethods, ProfileMethods):
         return self._engine.is_sleeping
 
     def reload_weights(self, model: str | None = None) -> None:
-        """Go on with other weights of the same architecture; see :meth:`SleepMethods.reload_weights`."""
+        """Go on with other weights of the same architecture; see :meth:`LLMEngine.reload_weights`."""
         self._engine.reload_weights(model)
 
     def expert_load(self) -> ExpertLoad:
         """How many tokens went to each expert of each layer; of several engines, the sums. Its ``save(path)`` writes
-        what ``tritonllm rebalance-experts`` reads; see :meth:`ExpertLoadMethods.expert_load`.
+        what ``tritonllm rebalance-experts`` reads; see :meth:`LLMEngine.expert_load`.
 
         Raises:
             ValueError: the engine does not count (``count_expert_load``).
