@@ -170,7 +170,7 @@ tritonllm/engine/step/step_sizes.py
 + padded = self.scheduler.max_num_seqs + captured
 
 old-name-of-shared-blocks: e2e tests/engine/test_sleep.py tests/engine/test_kv_transfer.py tests/e2e/test_kv_transfer.py
-tritonllm/engine/loop/sleep.py
+tritonllm/engine/loop/engine.py
 - self._transfer.rename()
 + pass
 

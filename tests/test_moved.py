@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import tritonllm
-from tritonllm.moved import place_of
+from tritonllm.moved import MERGED, place_of
 
 PACKAGE = Path(tritonllm.__file__).parent
 
@@ -39,6 +39,7 @@ PACKAGE = Path(tritonllm.__file__).parent
         ("route.ask", "http.ask"),
         ("teach.trace", "telemetry.trace"),
         ("teach.dashboard.state", "telemetry.activity_state"),
+        ("engine.sleep", "engine.loop.engine"),
         ("engine.nothing", None),
         ("nothing", None),
         ("kernels.norm", None),
@@ -53,6 +54,11 @@ def test_each_file_of_a_room_has_an_old_name():
         (part, room), new = path.parent.parts[-2:], ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
         prefix = {"transfer": "kv_", "ray": "ray_"}.get(room, "")
         assert new in (place_of(f"{part}.{path.stem}"), place_of(f"{part}.{prefix}{path.stem}"))
+
+
+def test_merged_files_lie_where_the_table_says():
+    assert [new for new in MERGED.values() if not (PACKAGE / f"{new.replace('.', '/')}.py").exists()] == []
+    assert [old for old in MERGED if (PACKAGE / f"{old.replace('.', '/')}.py").exists()] == []
 
 
 def test_an_old_name_is_the_module_and_says_its_new_one():

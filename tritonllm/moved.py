@@ -36,6 +36,12 @@ NAMES = {
     "http_server": "server",
     "teach.dashboard.state": "activity_state",
 }
+# Files that became a part of another one, with their new place.
+MERGED = {
+    "engine.expert_load": "engine.loop.engine",
+    "engine.sleep": "engine.loop.engine",
+    "serve.engine_health": "serve.engines.async_llm",
+}
 PREFIXES = {"engine.kv_": "engine/transfer", "serve.ray_": "serve/ray"}  # which names there do without
 
 
@@ -45,6 +51,8 @@ def place_of(name: str) -> str | None:
     Args:
         name: the old one, without the package's: ``engine.scheduler``.
     """
+    if name in MERGED:
+        return MERGED[name]
     folder, _, file = name.rpartition(".")
     rooms, file = FOLDERS.get(folder, ()), NAMES.get(name, file)
     found = [path for room in rooms for path in ROOT.glob(f"{room}/{file}.py")]

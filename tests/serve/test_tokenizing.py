@@ -46,18 +46,18 @@ def test_short_prompts_do_not_wait_for_long_texts(params, form):
     mine = tokenizing(Tokenizer(go, calls))
 
     async def both():
-        long = asyncio.create_task(mine._tokenized(form(LONG), params))
+        long = asyncio.create_task(mine.tokenized(form(LONG), params))
         while not calls:
             await asyncio.sleep(1e-3)
-        short = await mine._tokenized(form("abc"), params)
+        short = await mine.tokenized(form("abc"), params)
         assert short.token_ids == [1] * 3 and not long.done()
         go.set()
         assert (await long).token_ids == [1] * len(LONG)
-        again = await mine._tokenized(form(LONG), params)
+        again = await mine.tokenized(form(LONG), params)
         assert again.token_ids == [1] * len(LONG)
 
     asyncio.run(both())
-    mine._end_tokenizing()
+    mine.close()
     used = {tokenizer: {thread for one, thread in calls if one == tokenizer} for tokenizer, _ in calls}
     assert len(used) == 2 and all(len(threads) == 1 for threads in used.values()), "each thread has its own"
 
@@ -69,10 +69,10 @@ def test_a_tokenizer_that_cannot_be_copied_is_used_by_one_thread(caplog):
 
     async def several():
         prompts = [LONG, "abc", LONG]
-        return await asyncio.gather(*(mine._tokenized(prompt, SamplingParams()) for prompt in prompts))
+        return await asyncio.gather(*(mine.tokenized(prompt, SamplingParams()) for prompt in prompts))
 
     assert [len(one.token_ids) for one in asyncio.run(several())] == [len(LONG), 3, len(LONG)]
-    mine._end_tokenizing()
+    mine.close()
     assert len(set(calls)) == 1
     assert caplog.text.count("the tokenizer cannot be copied (cannot pickle it)") == 1
 

@@ -245,6 +245,11 @@ class Embedding(nn.Module):
         """As :meth:`Linear.pack`, for :meth:`logits`; rows are looked up in the table itself, which stays."""
         self._packed = pack_weight(self._output())
 
+    def take_pack(self, other: "Embedding") -> None:
+        """Go on with what another of the same weight has packed, if it has."""
+        if other._packed is not None:
+            self._packed = other._packed
+
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """``ids[T]`` int32 or int64 -> ``[T, size]``."""
         return F.embedding(ids, self.weight)

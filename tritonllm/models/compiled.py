@@ -184,7 +184,9 @@ class CompiledModel:
 
         def step(plan: Any, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
             if not torch.compiler.is_compiling():  # a graph is not this code
-                _note_missed(weak(), ids)
+                alive = weak()
+                if alive is not None:
+                    alive._note_missed(ids)
             return run(plan, ids, positions, rows)
 
         # Dynamo keeps what it compiled with the code: another engine's model must not be in the way
@@ -196,6 +198,13 @@ class CompiledModel:
             self._compile(tokens, rows)
         graphs = counters["stats"]["unique_graphs"] - graphs
         logger.info("torch.compile made %d graphs in %.1f s", graphs, time.monotonic() - begin)
+
+    def _note_missed(self, ids: torch.Tensor) -> None:
+        if not self._missed:
+            self._missed = True
+            logger.warning(
+                "a step of %d tokens fits no graph of torch.compile and runs without one; so may others", len(ids)
+            )
 
     def _define(self) -> Any:
         """The operator in the place of attention, which has a name of its own and lives as long as this model."""
@@ -301,14 +310,6 @@ class CompiledModel:
     @property
     def work(self) -> Sequence[LayerWork]:
         return self._model.work
-
-
-def _note_missed(model: CompiledModel | None, ids: torch.Tensor) -> None:
-    if model is not None and not model._missed:
-        model._missed = True
-        logger.warning(
-            "a step of %d tokens fits no graph of torch.compile and runs without one; so may others", len(ids)
-        )
 
 
 def _parts_of(model: CausalLM) -> ModelParts:

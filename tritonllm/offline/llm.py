@@ -24,7 +24,7 @@ from tritonllm.engine.text.chat import ChatOptions, Message, render
 from tritonllm.experts.load import ExpertLoad
 from tritonllm.offline.interface import OfflineEngine, RequestRefusedError
 from tritonllm.offline.pooling import PoolingMethods, Progress
-from tritonllm.offline.profiles import ProfileMethods
+from tritonllm.offline.profiles import LLMProfiles
 
 if TYPE_CHECKING:
     from tritonllm.offline.engines import Engines
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 EXTRA = "data_parallel_size needs more packages ({}): pip install 'tritonllm[serve]', or leave it out"
 
 
-class LLM(PoolingMethods, ProfileMethods):
+class LLM(PoolingMethods):
     """A model ready to generate, to embed or to classify: in this process, or with ``data_parallel_size`` above 1 in
     several others, among which requests are dealt out.
 
@@ -51,14 +51,13 @@ class LLM(PoolingMethods, ProfileMethods):
 
     def __init__(self, model: str, *, profiler_config: Any = None, **kwargs: Any) -> None:
         config = EngineConfig.from_kwargs(model=model, **kwargs)
-        if profiler_config is not None:
-            if config.parallel.data_parallel_size > 1:
-                raise ValueError("profiler_config writes traces of one engine: leave out data_parallel_size")
-            self._may_profile(profiler_config)
+        if profiler_config is not None and config.parallel.data_parallel_size > 1:
+            raise ValueError("profiler_config writes traces of one engine: leave out data_parallel_size")
+        self._profiles = LLMProfiles(profiler_config)
         self._several = start_several(config) if config.parallel.data_parallel_size > 1 else None
         self._only = LLMEngine.from_config(config) if self._several is None else None
-        if profiler_config is not None:
-            self._profile(self.engine)
+        if self._profiles.wanted:
+            self._profiles.watch(self.engine)
         self._ids = itertools.count()
 
     @property
@@ -123,11 +122,11 @@ class LLM(PoolingMethods, ProfileMethods):
         return self._engine.reset_prefix_cache()
 
     def sleep(self, level: int = 1) -> None:
-        """Give the memory of weights and cache to others; see :meth:`SleepMethods.sleep`, with its errors."""
+        """Give the memory of weights and cache to others; see :meth:`LLMEngine.sleep`, with its errors."""
         self._engine.sleep(level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Take the memory back; see :meth:`SleepMethods.wake_up`, with its errors."""
+        """Take the memory back; see :meth:`LLMEngine.wake_up`, with its errors."""
         self._engine.wake_up(tags)
 
     @property
@@ -135,12 +134,12 @@ class LLM(PoolingMethods, ProfileMethods):
         return self._engine.is_sleeping
 
     def reload_weights(self, model: str | None = None) -> None:
-        """Go on with other weights of the same architecture; see :meth:`SleepMethods.reload_weights`."""
+        """Go on with other weights of the same architecture; see :meth:`LLMEngine.reload_weights`."""
         self._engine.reload_weights(model)
 
     def expert_load(self) -> ExpertLoad:
         """How many tokens went to each expert of each layer; of several engines, the sums. Its ``save(path)`` writes
-        what ``tritonllm rebalance-experts`` reads; see :meth:`ExpertLoadMethods.expert_load`.
+        what ``tritonllm rebalance-experts`` reads; see :meth:`LLMEngine.expert_load`.
 
         Raises:
             ValueError: the engine does not count (``count_expert_load``).
@@ -150,6 +149,35 @@ class LLM(PoolingMethods, ProfileMethods):
     def reset_expert_load(self) -> None:
         """Count from 0 again. Raises as :meth:`expert_load`."""
         self._engine.reset_expert_load()
+
+    def start_profile(self, profile_prefix: str | None = None) -> str:
+        """Write a trace, from now to :meth:`stop_profile`.
+
+        Args:
+            profile_prefix: what the file's name begins with.
+
+        Returns:
+            The file; ``tritonllm trace FILE`` reads it.
+
+        Raises:
+            ValueError: the LLM was made without ``profiler_config``, or a bad prefix.
+            RuntimeError: a trace is written already.
+            OSError: the file cannot be made.
+        """
+        return self._profiles.start(profile_prefix)
+
+    def stop_profile(self) -> str:
+        """End the trace.
+
+        Returns:
+            The file.
+
+        Raises:
+            ValueError: the LLM was made without ``profiler_config``.
+            RuntimeError: no trace is written.
+            OSError: the file could not be written.
+        """
+        return self._profiles.stop()
 
     def collective_rpc(
         self,

@@ -1,71 +1,66 @@
 """Traces of the engine of an :class:`~tritonllm.LLM`, under vLLM's names (docs/teach.md)."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tritonllm.engine.loop.engine import LLMEngine
+
+if TYPE_CHECKING:
+    from tritonllm.serve.engines.profiling import Profiles
 
 NO_FOLDER = 'no traces are written: make the LLM with profiler_config={"torch_profiler_dir": "FOLDER"}'
 
 
-class ProfileMethods:
-    """Writes traces of the engine's steps and requests to the folder that ``profiler_config`` names."""
+class LLMProfiles:
+    """Writes traces of the engine's steps and requests to the folder that ``profiler_config`` names.
 
-    _profiles: Any = None  # serve.profiling.Profiles, where there is a profiler_config
+    It is made before the engine, so that a bad value costs no start.
 
-    def _may_profile(self, given: Mapping[str, Any] | Any) -> None:
-        """Read the configuration of traces, before the engine is there.
+    Args:
+        given: the ``profiler_config``; ``None``: no traces are written.
 
-        Raises:
-            ValueError: a bad key or value, or no folder can be made.
-        """
+    Raises:
+        ValueError: a bad key or value, or no folder can be made.
+    """
+
+    def __init__(self, given: Mapping[str, Any] | Any | None) -> None:
+        self._profiles: Profiles | None = None
+        self._config = None
+        if given is None:
+            return
         from tritonllm.serve.engines.profiling import ProfilerConfig
 
-        self._profiler_config = ProfilerConfig.of(given)
-        self._profiler_config.check_folder()
-        if self._profiler_config.kernel_iterations:
+        self._config = ProfilerConfig.of(given)
+        self._config.check_folder()
+        if self._config.kernel_iterations:
             from tritonllm.telemetry.kernel_records import prepare
 
             prepare(0)
 
-    def _profile(self, engine: LLMEngine) -> None:
+    @property
+    def wanted(self) -> bool:
+        """There is a ``profiler_config``."""
+        return self._config is not None
+
+    def watch(self, engine: LLMEngine) -> None:
         """This is the engine whose traces are asked for."""
         from tritonllm.serve.engines.profiling import Profiles
 
-        self._profiles = Profiles(engine, self._profiler_config)
+        assert self._config is not None
+        self._profiles = Profiles(engine, self._config)
 
-    def start_profile(self, profile_prefix: str | None = None) -> str:
-        """Write a trace, from now to :meth:`stop_profile`.
+    def start(self, prefix: str | None) -> str:
+        """As :meth:`tritonllm.LLM.start_profile`."""
+        return _file(self._of_engine().start_profile(prefix), "stop_profile")
 
-        Args:
-            profile_prefix: what the file's name begins with.
+    def stop(self) -> str:
+        """As :meth:`tritonllm.LLM.stop_profile`."""
+        return _file(self._of_engine().stop_profile(), "start_profile")
 
-        Returns:
-            The file; ``tritonllm trace FILE`` reads it.
-
-        Raises:
-            ValueError: the LLM was made without ``profiler_config``, or a bad prefix.
-            RuntimeError: a trace is written already.
-            OSError: the file cannot be made.
-        """
+    def _of_engine(self) -> "Profiles":
         if self._profiles is None:
             raise ValueError(NO_FOLDER)
-        return _file(self._profiles.start_profile(profile_prefix), "stop_profile")
-
-    def stop_profile(self) -> str:
-        """End the trace.
-
-        Returns:
-            The file.
-
-        Raises:
-            ValueError: the LLM was made without ``profiler_config``.
-            RuntimeError: no trace is written.
-            OSError: the file could not be written.
-        """
-        if self._profiles is None:
-            raise ValueError(NO_FOLDER)
-        return _file(self._profiles.stop_profile(), "start_profile")
+        return self._profiles
 
 
 def _file(answer: Mapping[str, Any], instead: str) -> str:

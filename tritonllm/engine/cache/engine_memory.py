@@ -15,6 +15,7 @@ from torch import nn
 from tritonllm.config.engine import ModelConfig
 from tritonllm.engine.cache.device_memory import Arena
 from tritonllm.engine.data.asleep import AsleepError
+from tritonllm.layers.linear import Embedding
 from tritonllm.models import checkpoint
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.loading import read_spec, stage_model
@@ -219,5 +220,5 @@ def _take(module: nn.Module, new: nn.Module) -> None:
             parameter.copy_(value)
         else:  # of oneDNN, on the CPU, where nothing is captured
             setattr(module, name, value)
-    if getattr(new, "_packed", None) is not None:
-        module._packed = new._packed
+    if isinstance(module, Embedding) and isinstance(new, Embedding):
+        module.take_pack(new)

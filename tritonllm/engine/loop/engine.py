@@ -12,7 +12,7 @@ So nothing of it is kept: the next call ends all requests with an error and begi
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -32,11 +32,9 @@ from tritonllm.engine.grammar.jump_forward import jump
 from tritonllm.engine.grammar.restrictions import restrictions_of
 from tritonllm.engine.loop.announcer import Announcer
 from tritonllm.engine.loop.delivery import Delivery
-from tritonllm.engine.loop.expert_load import ExpertLoadMethods
 from tritonllm.engine.loop.in_flight import InFlight
 from tritonllm.engine.loop.new_requests import NewRequests, check_call
 from tritonllm.engine.loop.readiness import BRIEF_WAIT, Unscheduled
-from tritonllm.engine.loop.sleep import SleepMethods
 from tritonllm.engine.loop.unfinished import Unfinished
 from tritonllm.engine.ranks.backends import ranks_of
 from tritonllm.engine.schedule.host_tier import HostTier
@@ -50,14 +48,17 @@ from tritonllm.engine.text.pooling import PoolingAbility
 from tritonllm.engine.transfer.params import transfer_params
 from tritonllm.engine.transfer.transfer import KVTransfer, TransferStats
 from tritonllm.events import Present, Sink
+from tritonllm.experts.load import ExpertLoad
 from tritonllm.kernels.compile.monitor import MONITOR
+from tritonllm.layers.expert_counts import ExpertCounts
+from tritonllm.models.decoder import Decoder
 from tritonllm.models.interface import CausalLM
 
 logger = logging.getLogger(__name__)
 STEP_FAILED = "the step failed"  # how the error begins of requests that were lost with a step
 
 
-class LLMEngine(SleepMethods, ExpertLoadMethods):
+class LLMEngine:
     """Schedules, launches and reports; single-threaded, one step per call.
 
     Args:
@@ -270,6 +271,88 @@ class LLMEngine(SleepMethods, ExpertLoadMethods):
         self._recover()
         self._runner.join()
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prompts (the weights changed, say). ``False``: nothing was forgotten, as a request runs."""
+        self._recover()
+        stats = self._scheduler.stats
+        if stats.num_free_blocks != stats.num_blocks:
+            return False
+        self._forget_cache()
+        return True
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether weights or cache sleep."""
+        return bool(self._memory.asleep)
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether the engine is awake and has weights."""
+        return not (self._memory.asleep or self._memory.weights_lost)
+
+    def check_sleep(self, level: int = 1) -> None:
+        """Check that the engine can sleep at this level, whatever runs.
+
+        Raises:
+            ValueError: :meth:`sleep` would refuse it.
+        """
+        self._memory.check_level(level)
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the memory of weights and cache to others, until :meth:`wake_up`. Cached prompts are forgotten.
+
+        Args:
+            level: 1 keeps the weights on the host, 2 drops them.
+
+        Raises:
+            ValueError: the engine was made without ``enable_sleep_mode``, or there is no such level.
+            RuntimeError: a request is unfinished, or the host has no room for the weights; the engine is awake.
+        """
+        self.check_sleep(level)
+        self._require_idle("sleep")
+        self._forget_cache()
+        self._memory.sleep(level)
+
+    def wake_up(self, tags: Collection[str] | None = None) -> None:
+        """Take the memory back. After level 1 the engine is as it was, but for its cached prompts.
+
+        Args:
+            tags: some of ``weights`` and ``kv_cache``; by default both.
+
+        Raises:
+            ValueError: an unknown tag.
+            MemoryError: the device has not enough memory now; the engine sleeps on.
+        """
+        self._memory.wake_up(tags)
+
+    def reload_weights(self, model: str | None = None) -> None:
+        """Go on with other weights of the same architecture. Cached prompts are forgotten: their keys are old.
+
+        Args:
+            model: a folder or hub id; by default the engine's own, which is read again.
+
+        Raises:
+            ValueError: a model that does not fit or cannot be read; the old weights stay.
+            RuntimeError: a request is unfinished, or the weights sleep.
+        """
+        self._require_idle("reload_weights")
+        self._memory.reload_weights(model)
+        self._forget_cache()
+
+    def expert_load(self) -> ExpertLoad:
+        """How many pairs (token, expert) each expert of each layer got since the start, or since
+        :meth:`reset_expert_load`. Cached prompts are not computed, so they do not count; drafts do, accepted or not. In
+        the last layer only the tokens count whose hidden states are wanted. Waits for the steps that were launched.
+
+        Raises:
+            ValueError: the engine does not count (``count_expert_load``).
+        """
+        return ExpertLoad(self.model.spec.architecture, self._expert_counts().read())
+
+    def reset_expert_load(self) -> None:
+        """Count from 0 again, behind the steps that were launched. Raises as :meth:`expert_load`."""
+        self._expert_counts().reset()
+
     def _recover(self) -> None:
         """End all requests and begin anew if a change was broken off. May be broken off itself, and called again."""
         if self._whole:
@@ -285,6 +368,42 @@ class LLMEngine(SleepMethods, ExpertLoadMethods):
         self._runner.abandon()
         self._events.reset(self._failure)
         self._whole = True
+
+    def _forget_cache(self) -> None:
+        self._whole = False
+        if self._scheduler.prefix_cache is not None:
+            self._scheduler.prefix_cache.reset()
+        if self._transfer is not None:
+            self._transfer.rename()
+        if self._events.heard:
+            self._events.reset("the prefix cache was reset")
+        self._whole = True
+
+    def _require_idle(self, what: str) -> None:
+        """Check that no request runs, and take in the steps that were launched ahead.
+
+        Raises:
+            RuntimeError: a request is unfinished.
+        """
+        if self.has_unfinished_requests():
+            raise RuntimeError(f"{what}: requests are unfinished: let them end, or abort them")
+        while self._in_flight:  # launched ahead of the ends of the last requests
+            self.step()
+        assert self._scheduler.stats.num_free_blocks == self._scheduler.stats.num_blocks
+
+    def _expert_counts(self) -> ExpertCounts:
+        """The counters of what the model's experts do.
+
+        Raises:
+            ValueError: the engine does not count.
+        """
+        model = self.model
+        if not isinstance(model, Decoder) or model.expert_counts is None:
+            raise ValueError(
+                "this engine does not count what its experts do: make it with count_expert_load=True "
+                "(--count-expert-load)"
+            )
+        return model.expert_counts
 
     def _schedule(self, state: RequestState) -> None:
         for sequence in state.sequences:

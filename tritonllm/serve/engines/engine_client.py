@@ -68,6 +68,21 @@ class EngineLink(ABC):
         return None
 
     @property
+    def living(self) -> list[bool]:
+        """Whether the engine has not died, as :class:`~tritonllm.serve.engines.replicas.Replicas` tells of several."""
+        return [self.failure is None]
+
+    @property
+    def restarted(self) -> list[int]:
+        """How often it was started anew: never."""
+        return [0]
+
+    @property
+    def deaths(self) -> list[str]:
+        """Why it has died, if it has."""
+        return [] if self.failure is None else [self.failure]
+
+    @property
     def was_killed(self) -> bool:
         """The engine process has ended by a signal, as far as this process knows."""
         return False

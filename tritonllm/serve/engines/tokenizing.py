@@ -28,7 +28,7 @@ TOKEN_CHARACTERS = 4  # about
 
 
 class Tokenizing:
-    """What :class:`~tritonllm.serve.engines.async_llm.AsyncLLM` does with a tokenizer.
+    """The two threads of one event loop.
 
     Args:
         inputs: checks requests, and has the tokenizer.
@@ -36,7 +36,7 @@ class Tokenizing:
     """
 
     def __init__(self, inputs: InputProcessor, *, causal: bool) -> None:
-        self.inputs = inputs
+        self._inputs = inputs
         self._causal = causal
         self._short = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="long-texts")
@@ -45,19 +45,9 @@ class Tokenizing:
         self._waits: set[asyncio.Future[Exception]] = set()  # for a long text; they may end sooner, with an error
 
     @property
-    def max_model_len(self) -> int:
-        return self.inputs.max_model_len
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        return self.inputs.default_params.clone()
-
-    @property
     def is_in_long_text(self) -> bool:
         """A thread works on a long text, which Python would wait for at the end of the process."""
         return self._in_long_text
-
-    async def get_tokenizer(self) -> Any:
-        return self.inputs.tokenizer
 
     async def with_tokenizer(self, size: int, work: Callable[[InputProcessor], T]) -> T:
         """Run what uses the tokenizer, in a thread.
@@ -67,11 +57,11 @@ class Tokenizing:
             work: is given what has the thread's tokenizer.
 
         Raises:
-            Exception: what ``work`` raises, or what :meth:`_end_waits` was given meanwhile.
+            Exception: what ``work`` raises, or what :meth:`end_waits` was given meanwhile.
         """
         loop = asyncio.get_running_loop()
         if size <= SURELY_QUICK:
-            return await loop.run_in_executor(self._short, work, self.inputs)
+            return await loop.run_in_executor(self._short, work, self._inputs)
         result = loop.run_in_executor(self._long, self._with_long_text, work)
         wait: asyncio.Future[Exception] = loop.create_future()
         self._waits.add(wait)
@@ -85,7 +75,7 @@ class Tokenizing:
             self._waits.discard(wait)
             result.cancel()
 
-    def _end_waits(self, error: Exception) -> None:
+    def end_waits(self, error: Exception) -> None:
         """End the waiting for long texts with this error."""
         for wait in self._waits:
             if not wait.done():
@@ -101,12 +91,12 @@ class Tokenizing:
     def _in_its_thread(self, work: Callable[[InputProcessor], T]) -> T:
         if self._long_inputs is None:
             try:
-                self._long_inputs = self.inputs.copied()
+                self._long_inputs = self._inputs.copied()
             except TypeError as error:
                 logger.warning("the tokenizer cannot be copied (%s): short prompts wait for long texts", error)
-                self._long_inputs = self.inputs
-        if self._long_inputs is self.inputs:
-            return self._short.submit(work, self.inputs).result()
+                self._long_inputs = self._inputs
+        if self._long_inputs is self._inputs:
+            return self._short.submit(work, self._inputs).result()
         return work(self._long_inputs)
 
     async def render_chat(
@@ -121,7 +111,7 @@ class Tokenizing:
 
         return await self.with_tokenizer(characters(conversation) + characters(options.tools), rendered)
 
-    async def _tokenized(self, prompt: Prompt | TokenizedPrompt, params: Params) -> TokenizedPrompt:
+    async def tokenized(self, prompt: Prompt | TokenizedPrompt, params: Params) -> TokenizedPrompt:
         """Tokenize a prompt as the parameters ask for it; a tokenized one is returned as it is.
 
         Raises:
@@ -137,17 +127,20 @@ class Tokenizing:
         size = len(text) if isinstance(text, str) else 0
         return await self.with_tokenizer(size, lambda inputs: inputs.tokenize(prompt, truncate, **more))
 
-    async def _with_bad_words(self, prompt: TokenizedPrompt, params: SamplingParams) -> TokenizedPrompt:
+    async def with_bad_words(self, prompt: TokenizedPrompt, params: SamplingParams) -> TokenizedPrompt:
         """The prompt with the token sequences of the request's bad words. In the engine, steps would wait for them."""
         if not params.bad_words:
             return prompt
         size = 2 * sum(map(len, params.bad_words))
         return replace(prompt, bad_words=await self.with_tokenizer(size, lambda inputs: inputs.bad_words(params)))
 
-    async def _all_tokenized(
+    async def all_tokenized(
         self, prompts: Sequence[Prompt | TokenizedPrompt], params: Params, names: Sequence[str]
     ) -> list[TokenizedPrompt]:
-        """Tokenize several prompts, which have names for errors.
+        """Tokenize the prompts of one body.
+
+        Args:
+            names: what errors call each prompt.
 
         Raises:
             ValueError: one of them is bad; the message begins with its name.
@@ -155,10 +148,11 @@ class Tokenizing:
         tokenized = []
         for name, prompt in zip(names, prompts, strict=True):
             with about(name):
-                tokenized.append(await self._tokenized(prompt, params))
+                tokenized.append(await self.tokenized(prompt, params))
         return tokenized
 
-    def _end_tokenizing(self) -> None:
+    def close(self) -> None:
+        """End the threads, and do not wait for them."""
         for threads in (self._short, self._long):
             threads.shutdown(wait=False, cancel_futures=True)
 

@@ -45,8 +45,13 @@ class Lab:
             self.steps.append(event)
 
     @property
+    def model(self) -> Any:
+        """The loaded model: of several ranks', the part of this process."""
+        return self.llm.engine.model
+
+    @property
     def runner(self) -> Any:
-        """What runs the model in this process: its cache, its ranks and its description are not public."""
+        """What runs the model in this process: its cache is not public."""
         runner = self.llm.engine._runner
         return getattr(runner, "_runner", runner)
 

@@ -134,7 +134,7 @@ def _without_cache(lab: Lab, prompt: list[int], computed: int) -> Iterator[Step]
 
 
 def _bytes(lab: Lab) -> Iterator[Step]:
-    spec = lab.runner._model.spec
+    spec = lab.model.spec
     heads, kv_heads, size = spec.layers[0].attention.num_heads, spec.num_kv_heads, spec.head_size
     yield Say(
         f"""

@@ -23,7 +23,7 @@ def steps() -> Iterator[Step]:
         """
     )
     lab = Lab(tensor_parallel_size=RANKS)
-    group = lab.runner._group
+    group = lab.model.group
     sums = _count(group)
     lab.add("story", PROMPT, NEW)
     lab.step()
@@ -95,7 +95,7 @@ def _count(group: Any) -> list[int]:
 
 
 def _in_the_engine(lab: Lab, sums: int) -> Iterator[Step]:
-    spec = lab.runner._model.spec
+    spec = lab.model.spec
     layers = spec.num_layers
     yield LessonQuestion(
         f"The demo model has {layers} layers, each with attention and an MLP. How many sums over the ranks did one "
@@ -125,8 +125,8 @@ def _in_the_engine(lab: Lab, sums: int) -> Iterator[Step]:
         ),
         ["The key and value heads are dealt out, too."],
         f"""
-        {lab.bytes_per_token}: each rank has {spec.num_kv_heads} of the {alone.runner._model.spec.num_kv_heads} key
-        heads and {spec.layers[0].attention.num_heads} of the {alone.runner._model.spec.layers[0].attention.num_heads}
+        {lab.bytes_per_token}: each rank has {spec.num_kv_heads} of the {alone.model.spec.num_kv_heads} key
+        heads and {spec.layers[0].attention.num_heads} of the {alone.model.spec.layers[0].attention.num_heads}
         query heads. So the same memory of a GPU now holds twice the tokens, besides half of the weights.
         """,
     )
