@@ -25,7 +25,7 @@ from tritonllm.kernels.elementwise import GATED_ACTIVATIONS, Norm, check_affine,
 from tritonllm.kernels.moe.arguments import Choice, Experts, Result, map_size
 from tritonllm.kernels.moe.grouping import expert_of_pairs, group_by_expert
 from tritonllm.kernels.moe.portable import direct, products
-from tritonllm.kernels.moe.tiles import config_key, default_config, eviction_policy, invariant_config
+from tritonllm.kernels.moe.tiles import FUSED_MOE, config_key, eviction_policy, invariant_config
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.checks import check_same_dtype, check_scaled, check_tensor, require
 from tritonllm.kernels.runtime.chip import processors
@@ -125,8 +125,7 @@ def _launch_products(x: torch.Tensor, experts: Experts, choice: Choice, config: 
     keep_h, keep_y = eviction_policy(h, top_k), eviction_policy(y, top_k)
     config = dict(config)
     if config.pop("kernel") == "sm90":
-        from tritonllm.kernels.moe.sm90 import products as sm90  # Gluon is not there for every GPU
-
+        sm90 = FUSED_MOE.named["sm90"].module
         blocks = group_by_expert(ids, num_experts, config["PAIRS"] + config["TAIL"], expert_map, unit=sm90.UNIT)
         programs = processors(x.device)
         sm90.launch_gate_up(x, experts, h, blocks, top_k, keep_h, programs, config)
@@ -150,7 +149,7 @@ def _fused_moe(x: torch.Tensor, experts: Experts, choice: Choice, result: Result
     if batch_invariant:
         config = invariant_config(**key)
     else:
-        config = tuning.get_config("fused_moe", x.device, default_config, **key)
+        config = tuning.get_config("fused_moe", x.device, FUSED_MOE.default_config, **key)
     if config["kernel"] == "direct":
         direct.launch(x, experts, choice, result)
     else:

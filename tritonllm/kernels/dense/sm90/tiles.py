@@ -299,7 +299,7 @@ def linear_tiles_sm90_kernel(
     )
 
 
-def launch_tiles_sm90(
+def launch(
     operands: Operands, fused: Fused, tile: Tile, squares: torch.Tensor | None = None, after: NextNorm | None = None
 ) -> None:
     """With `squares` the product of rows that are to be normalised, else one that is added to `out`."""
