@@ -97,27 +97,36 @@ def _share_rows(head_size: int) -> int:
     return 32 if head_size > 128 else 64
 
 
+def _fits_decode(queries: Queries, pages: Pages, window: int) -> bool:
+    rows = queries.max_seqlen_q * (queries.q.shape[1] // pages.k_cache.shape[2])
+    fits = DECODE.named["sm90"].module.fits
+    return queries.causal and rows <= SM90_ROWS and fits(queries.q, pages.k_cache, pages.v_cache)
+
+
+def _fits_sm90(queries: Queries, pages: Pages, window: int) -> bool:
+    """Of rows enough. It knows no window to both sides."""
+    rows = padded_rows(queries.max_seqlen_q, queries.q.shape[1] // pages.k_cache.shape[2])
+    one_sided, fits = queries.causal or window == 0, PREFILL.named["sm90"].module.fits
+    return one_sided and rows >= SM90_MIN_ROWS and fits(queries.q, pages.k_cache, pages.v_cache)
+
+
 # A key's `few` is "decode" where the rows of each sequence are so few that decode's own kernel of the chip takes them,
 # "split" where all rows make so few tiles that their keys are shared out, else "no".
 PREFILL = Variants(
     "varlen_prefill_attention",
-    Variant("decode", "attention/sm90/decode.py", pays=lambda few: few == "decode", config=_decode_config),
-    Variant("sm90", "attention/sm90/prefill.py", (90,), "fits", config=_sm90_config),
+    Variant("decode", "attention/sm90/decode.py", (90,), _fits_decode, lambda few: few == "decode", _decode_config),
+    Variant("sm90", "attention/sm90/prefill.py", (90,), _fits_sm90, config=_sm90_config),
     Variant("portable", "attention/portable/prefill.py", config=_portable_config),
 )
 
 
 def _config_key(queries: Queries, pages: Pages, args: AttentionArgs) -> dict[str, Any]:
     """What a configuration depends on."""
-    (q, _, max_seqlen_q, *_), (k_cache, v_cache, block_tables, _) = queries, pages
+    (q, _, max_seqlen_q, *_), (k_cache, _, block_tables, _) = queries, pages
     tokens, heads, head_size = q.shape
-    group, few = heads // k_cache.shape[2], "no"
-    arch = PREFILL.own_arch(q.device, q, k_cache, v_cache)
-    two_sided = not queries.causal and args.window > 0  # what Hopper's kernel does not know
-    if arch != "any" and (two_sided or padded_rows(max_seqlen_q, group) < SM90_MIN_ROWS):
-        arch = "any"
-    if queries.causal and max_seqlen_q * group <= SM90_ROWS:
-        few = "no" if DECODE.own_arch(q.device, q, k_cache, v_cache) == "any" else "decode"
+    group = heads // k_cache.shape[2]
+    arch = PREFILL.own_arch(q.device, queries, pages, args.window)
+    few = "decode" if arch != "any" and max_seqlen_q * group <= SM90_ROWS else "no"
     most = SPLIT_ROWS if arch == "sm90" else SPLIT_TILES * _share_rows(head_size)
     if few == "no" and tokens <= SPLIT_TOKENS and triton.next_power_of_2(tokens) * heads <= most:
         few = "split"

@@ -2,9 +2,8 @@
 
 Up to 64 rows, reading the weight bounds the product, and cuBLAS takes up to 1.7 times as long as that. A table says for
 each size which of three is fastest: `portable/rows.py` (one or two rows), `portable/tiles.py`, or cuBLAS between
-kernels of their own for the norm, the activation and the addition. More rows are cuBLAS's. But on Hopper, 2 to 16 rows
-of a layer whose weights are not large are multiplied by `sm90/few.py`, and gated products are those of `invariant.py`
-up to 256 rows, and from some thousand on those of `sm90/gated.py`.
+kernels of their own for the norm, the activation and the addition. More rows are cuBLAS's. On Hopper some of both go to
+kernels of their own (``LINEAR`` and ``GATED_LINEAR``).
 """
 
 import math

@@ -1,6 +1,6 @@
 """Mixture of experts, second half: the experts' gated MLPs, and each token's weighted sum of them.
 
-Three ways; the configuration's ``kernel`` says which (:func:`tritonllm.kernels.moe.tiles.default_config`):
+Three ways; the configuration's ``kernel`` says which (``FUSED_MOE`` of :mod:`tritonllm.kernels.moe.tiles`):
 
 - ``direct`` (:mod:`tritonllm.kernels.moe.portable.direct`), for a token or two: no grouping, a program for some columns
   of one pair (token, expert), and of one token for the second product and the sum;

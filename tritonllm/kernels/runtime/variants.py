@@ -1,7 +1,7 @@
 """The table of variants: which kernel computes an operation, on which chips, for what, and where it pays.
 
 Rows stand beside the operation that launches them, those first that are asked first; the last one takes everything. A
-kernel more, or one for a chip more, is a row more: nothing else asks for a chip's name.
+kernel more, or one for a chip more, is a row more: which chip runs what is asked nowhere else.
 
 Where a tuning table has the last word, a choice has two steps. :meth:`Variants.own_arch` says of a call whether a
 kernel of this chip alone fits, which becomes a part of the configuration's key; and once for each key the first row
