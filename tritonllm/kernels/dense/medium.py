@@ -15,7 +15,7 @@ import torch
 
 from tritonllm.kernels.dense.arguments import Fused, NextNorm, Operands
 from tritonllm.kernels.dense.linear import GATED, linear
-from tritonllm.kernels.dense.sm90.tile import Tile, fits
+from tritonllm.kernels.dense.sm90.tile import HopperTile, fits
 from tritonllm.kernels.dense.weight import Weight, elements
 from tritonllm.kernels.elementwise import ACTIVATIONS
 from tritonllm.kernels.runtime.checks import check_same_dtype, check_tensor, require
@@ -41,7 +41,7 @@ class Unnormed(NamedTuple):
     eps: float
 
 
-def tile_of(m: int, n: int, adds: bool) -> Tile:
+def tile_of(m: int, n: int, adds: bool) -> HopperTile:
     """The tile for ``m`` rows and ``n`` rows of a weight: about one for each of an H200's processors, and most of its
     shared memory for what is under way.
 
@@ -53,11 +53,11 @@ def tile_of(m: int, n: int, adds: bool) -> Tile:
     wide = n > 4096 and not adds
     if m > 128:
         if n < 3072:
-            return Tile(64, 32, 12, 88, False)
-        return Tile(128, 96, 7, 104, False) if wide else Tile(128, 64, 8, 104, False)
+            return HopperTile(64, 32, 12, 88, False)
+        return HopperTile(128, 96, 7, 104, False) if wide else HopperTile(128, 64, 8, 104, False)
     if n < 3072:
-        return Tile(64, 16, 20, 88, True) if n <= 1024 else Tile(64, 32, 12, 88, True)
-    return Tile(64, 96, 8, 112, True) if wide else Tile(64, 64, 12, 88, True)
+        return HopperTile(64, 16, 20, 88, True) if n <= 1024 else HopperTile(64, 32, 12, 88, True)
+    return HopperTile(64, 96, 8, 112, True) if wide else HopperTile(64, 64, 12, 88, True)
 
 
 def _pays(weight: torch.Tensor) -> bool:

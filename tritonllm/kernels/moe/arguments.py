@@ -15,7 +15,7 @@ class Experts(NamedTuple):
     activation: str
 
 
-class Choice(NamedTuple):
+class ExpertChoice(NamedTuple):
     """Chosen experts."""
 
     weights: torch.Tensor

@@ -8,7 +8,7 @@ cannot be asked for before.
 import torch
 
 from tritonllm.kernels.dense import Weight, elements
-from tritonllm.kernels.moe.arguments import Choice, Experts, Result, Rule, map_size
+from tritonllm.kernels.moe.arguments import ExpertChoice, Experts, Result, Rule, map_size
 from tritonllm.kernels.moe.experts import check_experts, check_map, make_result, normalise
 from tritonllm.kernels.moe.portable import direct
 from tritonllm.kernels.moe.route import check_routing, routing_constants
@@ -35,7 +35,7 @@ def _choose(
     weights = torch.empty((len(x), top_k), dtype=torch.float32, device=x.device)
     ids = torch.empty_like(weights, dtype=torch.int32)
     OPS["moe_route"](logits, correction_bias, weights, ids, *rule)
-    OPS["fused_moe"](x, *experts, *Choice(weights, ids, expert_map), *result, rule.batch_invariant)
+    OPS["fused_moe"](x, *experts, *ExpertChoice(weights, ids, expert_map), *result, rule.batch_invariant)
 
 
 @register_op(mutates=("out", "normed"), reference=_choose)

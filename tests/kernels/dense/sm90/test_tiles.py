@@ -13,7 +13,7 @@ from support.examples import examples
 from tritonllm.kernels.dense import medium
 from tritonllm.kernels.dense.linear import GATED
 from tritonllm.kernels.dense.medium import (
-    Tile,
+    HopperTile,
     Unnormed,
     add_linear,
     add_linear_ref,
@@ -24,17 +24,17 @@ from tritonllm.kernels.dense.sm90 import tiles as sm90
 
 BF16, FP16 = torch.bfloat16, torch.float16
 SUMS = [
-    Tile(64, 16, 10, 80, True),
-    Tile(64, 32, 4, 88, True),
-    Tile(128, 64, 4, 88, True),
-    Tile(128, 32, 3, 80, False),
+    HopperTile(64, 16, 10, 80, True),
+    HopperTile(64, 32, 4, 88, True),
+    HopperTile(128, 64, 4, 88, True),
+    HopperTile(128, 32, 3, 80, False),
 ]
 SECONDS = [
-    Tile(64, 96, 4, 88, True),
-    Tile(64, 32, 4, 104, True),
-    Tile(128, 64, 4, 88, True),
-    Tile(128, 96, 4, 88, True),
-    Tile(128, 48, 8, 104, False),
+    HopperTile(64, 96, 4, 88, True),
+    HopperTile(64, 32, 4, 104, True),
+    HopperTile(128, 64, 4, 88, True),
+    HopperTile(128, 96, 4, 88, True),
+    HopperTile(128, 48, 8, 104, False),
 ]
 
 
@@ -115,8 +115,8 @@ def test_real_shapes(device, m, n, k, rows):
 @pytest.mark.parametrize(
     "tiles",
     [
-        (Tile(64, 64, 6, 80, True), Tile(64, 16, 8, 104, True)),
-        (Tile(128, 64, 4, 88, True), Tile(128, 48, 4, 104, True)),
+        (HopperTile(64, 64, 6, 80, True), HopperTile(64, 16, 8, 104, True)),
+        (HopperTile(128, 64, 4, 88, True), HopperTile(128, 48, 4, 104, True)),
     ],
 )
 def test_more_tiles_than_programs(device, tiles):
