@@ -1,12 +1,11 @@
 """Which launch adds and which one normalises, at the sizes where that changes."""
 
 import dataclasses
-from unittest.mock import patch
 
 import pytest
 import torch
+from support.chips import chosen_for
 
-from tritonllm.kernels.dense import medium
 from tritonllm.layers.fusion import (
     AddBy,
     FusionLimits,
@@ -204,7 +203,7 @@ def test_traits():
 
 @pytest.mark.parametrize("hopper", [True, False])
 def test_limits(hopper):
-    with patch.object(medium, "on_sm90", return_value=hopper):
+    with chosen_for(90 if hopper else 80):
         assert FusionLimits.of(META) == (HOPPER if hopper else OTHERS)
     assert FusionLimits.of(CPU) == FusionLimits()
 

@@ -2,14 +2,14 @@
 
 import torch
 
-from tritonllm.kernels.collective import ExchangeLayout, ExchangeMemory, Inbox, Layout, exchange_memory
+from tritonllm.kernels.collective import ExchangeLayout, ExchangeMemory, InboxLayout, PeerInbox, exchange_memory
 
 
-class LocalInbox(Inbox):
+class LocalInbox(PeerInbox):
     """Keeps the memory that its links lead to."""
 
 
-def local_inboxes(layout: Layout, device: torch.device, *, stopped: bool = False) -> list[Inbox]:
+def local_inboxes(layout: InboxLayout, device: torch.device, *, stopped: bool = False) -> list[PeerInbox]:
     """One for each rank; with ``stopped``, nobody waits for anything."""
     elements = layout.nbytes // layout.dtype.itemsize
     memory = [torch.full((elements,), -0.0, dtype=layout.dtype, device=device) for _ in range(layout.size)]

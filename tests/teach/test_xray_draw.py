@@ -116,7 +116,7 @@ def test_launches_of_triton(monkeypatch):
 
 def test_reasons_and_configurations_are_notes(monkeypatch):
     """As on a GPU: an operation that asked the tables says what they said."""
-    choice = tuning.Choice(
+    choice = tuning.ConfigChoice(
         "linear", {"m": 1}, {"kernel": "rows", "BLOCK_N": 32}, "table entry gpu/linear, nearest to m=2"
     )
     launch = Launch("rows_kernel", (96,), 4, 2, 0)

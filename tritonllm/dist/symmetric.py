@@ -18,7 +18,7 @@ import torch
 from tritonllm.dist.group import ConnectedGroup
 from tritonllm.dist.peer_memory import CudaDriver, Driver, PeerMemory, share_memory
 from tritonllm.dist.shared_rows import SharedRows, bytes_of, rows_at
-from tritonllm.kernels.collective import AddedNorm, Inbox, Layout, layout_for, sum_rows
+from tritonllm.kernels.collective import AddedNorm, InboxLayout, PeerInbox, layout_for, sum_rows
 from tritonllm.kernels.runtime.chip import processors
 
 logger = logging.getLogger(__name__)
@@ -61,14 +61,14 @@ class SymmetricGroup(ConnectedGroup):
     def __init__(self, backend: Any, device: torch.device, reach: Reach | None = None) -> None:
         super().__init__(backend, device)
         self.reach = REACH.get(self.size, FURTHER) if reach is None else reach
-        self._inbox: Inbox | None = None
+        self._inbox: PeerInbox | None = None
         self._memory: PeerMemory | None = None
         self._shared: list[PeerMemory] = []
         self._stop = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._stopping = self._stop.numpy()  # to be written without torch, by any thread
 
     @property
-    def inbox(self) -> Inbox | None:
+    def inbox(self) -> PeerInbox | None:
         """The inbox of this rank; ``None`` as long as there is none."""
         return self._inbox
 
@@ -92,10 +92,10 @@ class SymmetricGroup(ConnectedGroup):
         self._shared.append(found)
         return rows_at(found.addresses, self.rank, rows, columns, self._device)
 
-    def _inbox_in(self, memory: PeerMemory, layout: Layout) -> Inbox:
+    def _inbox_in(self, memory: PeerMemory, layout: InboxLayout) -> PeerInbox:
         links = torch.tensor([*memory.addresses, self._stop.data_ptr()], dtype=torch.int64, device=self._device)
         turns = torch.zeros(layout.programs, dtype=torch.int32, device=self._device)
-        return Inbox(layout, self.rank, links, turns)
+        return PeerInbox(layout, self.rank, links, turns)
 
     def _driver(self) -> Driver:
         return CudaDriver(self._device)
@@ -132,5 +132,5 @@ def _kind_of(device: torch.device) -> tuple[int, ...]:
     return zlib.crc32(about.name.encode()), about.multi_processor_count
 
 
-def _takes(layout: Layout, x: torch.Tensor) -> bool:
+def _takes(layout: InboxLayout, x: torch.Tensor) -> bool:
     return x.dim() == 2 and x.shape[1] == layout.columns and x.dtype == layout.dtype and x.stride(1) == 1

@@ -104,10 +104,10 @@ class Norm(nn.Module):
         wide = wide * torch.rsqrt(square + spec.eps) * (self.weight.float() + spec.weight_offset)
         x.copy_(wide if self.bias is None else wide + self.bias.float())
 
-    def _arguments(self) -> kernels.Norm:
+    def _arguments(self) -> kernels.NormOptions:
         spec = self.spec
         how = spec.eps, spec.weight_offset, spec.kind == "layer", self.batch_invariant
-        return kernels.Norm(self.weight, self.bias, *how)
+        return kernels.NormOptions(self.weight, self.bias, *how)
 
     def _in_torch(self, x: torch.Tensor) -> torch.Tensor:
         norm = self._arguments()

@@ -19,7 +19,7 @@ from tritonllm.kernels import (
     paged_decode_attention_ref,
 )
 from tritonllm.kernels.attention import decode, qk_norm_rope
-from tritonllm.kernels.attention.portable import few
+from tritonllm.kernels.attention.portable import balanced, few
 from tritonllm.kernels.attention.portable import split as split_decode
 from tritonllm.kernels.attention.sm90 import decode as sm90_decode
 from tritonllm.kernels.runtime import tuning
@@ -179,8 +179,8 @@ def space(
 TUNABLE = Tunable(
     op="paged_decode_attention",
     module=decode,
-    also=(sm90_decode, few, split_decode, qk_norm_rope),
-    default=decode.default_config,
+    also=(sm90_decode, balanced, few, split_decode, qk_norm_rope),
+    default=decode.DECODE.default_config,
     problems=(
         # Llama-3.1-8B
         *(DecodeAttention(batch, 32, 8, 128, context) for batch, context in ((1, 32768), (8, 8192), (64, 4096))),

@@ -71,7 +71,7 @@ TUNABLE = Tunable(
     op="paged_verify_attention",
     module=verify,
     also=(balanced, sm90_copying, sm90_decode, portable_prefill, sm90_prefill),
-    default=verify.default_config,
+    default=verify.VERIFY.default_config,
     problems=tuple(
         VerifyAttention(batch, q_len, 32, 8, 128, context)
         for batch, context in ((8, 8192), (64, 4096))

@@ -8,7 +8,7 @@ from autotune.ops import Tunable, product
 from autotune.paged import paged_cache
 from autotune.problem import Inputs, Problem, TensorFactory, Work
 from tritonllm.kernels import WORKSPACE_SIZE, varlen_prefill_attention, varlen_prefill_attention_ref
-from tritonllm.kernels.attention import prefill
+from tritonllm.kernels.attention import decode, prefill
 from tritonllm.kernels.attention.portable import prefill as portable_prefill
 from tritonllm.kernels.attention.sm90 import copying as sm90_copying
 from tritonllm.kernels.attention.sm90 import decode as sm90_decode
@@ -76,9 +76,7 @@ def space(
 ) -> list[tuning.Config]:
     rows = prefill.padded_rows(max_q, group)
     if few == "decode":  # its table decides
-        return [
-            prefill.default_config(head_size, group, tokens, max_q, capacity, dtype, cache_dtype, arch, logits, few)
-        ]
+        return [decode.sm90_config(head_size, max_q * group, cache_dtype) | {"kernel": "decode"}]
     if arch == "sm90":  # two to four times as fast as the other
         hopper = {"kernel": "sm90", "BLOCK_M": 128, "PROGRAMS": 132, "num_warps": 4}
         narrow = {"BLOCK_N": (64,), "PARTS": (1, 2), "MERGED": (False, True), "num_stages": (4,)}
@@ -99,7 +97,7 @@ TUNABLE = Tunable(
     op="varlen_prefill_attention",
     module=prefill,
     also=(portable_prefill, sm90_copying, sm90_decode, sm90_prefill, sm90_rows, sm90_shares),
-    default=prefill.default_config,
+    default=prefill.PREFILL.default_config,
     problems=(
         # Llama-3.1-8B
         *(PrefillAttention(batch, new) for batch, new in ((1, 16384), (4, 4096), (16, 1024), (64, 256))),

@@ -93,7 +93,7 @@ def space(
     tokens: int, top_k: int, experts: int, n: int, i: int, itemsize: int, activation: str, arch: str
 ) -> list[tuning.Config]:
     pairs = tokens * top_k
-    configs = portable_space(tiles.portable_config(pairs, experts, n, i, itemsize, activation))
+    configs = portable_space(tiles.portable_config(tokens, top_k, experts, n, i, itemsize, activation))
     if arch == "sm90" and pairs >= experts:
         configs += sm90_space()
     return configs + [{"kernel": "direct"}] * (tokens <= 4)
@@ -103,7 +103,7 @@ TUNABLE = Tunable(
     op="fused_moe",
     module=products,
     also=(sm90_products, direct, moe_experts, grouping),
-    default=tiles.default_config,
+    default=tiles.FUSED_MOE.default_config,
     problems=tuple(FusedMoe(tokens, *shape) for shape in SHAPES for tokens in TOKENS),
     space=space,
 )

@@ -21,7 +21,7 @@ def call(tokens, experts, top_k, n, i, dtype=torch.bfloat16, **kwargs):
 
 def portable():
     """On Hopper too."""
-    return tuning.override("fused_moe", lambda **key: tiles.default_config(**key | {"arch": "any"}))
+    return tuning.override("fused_moe", lambda **key: tiles.FUSED_MOE.default_config(**key | {"arch": "any"}))
 
 
 @each_arch()

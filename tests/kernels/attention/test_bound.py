@@ -73,7 +73,7 @@ def test_a_step_looks_lengths_blocks_and_angles_up_once(monkeypatch):
     """For all layers with the same window and table, on the CPU."""
     caches, sequences, positions = make_step(torch.device("cpu"), [9, 12])
     found = []
-    for module, name in ((cpu.Decodes, "_group"), (bound, "turn_of"), (cpu, "all_stored")):
+    for module, name in ((cpu.CpuDecodes, "_group"), (bound, "turn_of"), (cpu, "all_stored")):
         real = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *args, real=real, name=name: found.append(name) or real(*args))
     monkeypatch.setattr(bound, "runs_in_torch", lambda x: True)

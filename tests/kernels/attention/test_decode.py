@@ -11,7 +11,7 @@ from support.examples import examples
 
 from tritonllm.kernels import paged_decode_attention, paged_decode_attention_ref
 from tritonllm.kernels.attention.arguments import Hints
-from tritonllm.kernels.attention.decode import WORKSPACE_SIZE, decode_short_keys, default_config
+from tritonllm.kernels.attention.decode import DECODE, WORKSPACE_SIZE, decode_short_keys
 from tritonllm.kernels.runtime import tuning
 
 # Small tiles, many parts, and batches that take several steps to look through, so that small problems have all of it.
@@ -95,13 +95,13 @@ def test_which_kernel_by_default():
     for programs, split in ((8, True), (132, True), (133, False), (1056, False), (1057, True), (2113, True)):
         for arch, group, lengths in product(("any", "sm90"), (4, 17, 33), ("short", "long")):
             key = {"head_size": 128, "lengths": lengths, "dtype": "bfloat16", "programs": programs}
-            config = default_config(**key, arch=arch, group=group, cache_dtype="bfloat16")
+            config = DECODE.default_config(**key, arch=arch, group=group, cache_dtype="bfloat16")
             sm90 = arch == "sm90" and group <= 32
             expected = "split" if split and not (sm90 and programs <= 2112) else "sm90" if sm90 else "balanced"
             if lengths == "short":
                 expected = "few"
             assert config["kernel"] == expected
-            float8 = default_config(**key, arch=arch, group=group, cache_dtype="float8_e4m3fn")
+            float8 = DECODE.default_config(**key, arch=arch, group=group, cache_dtype="float8_e4m3fn")
             assert float8["kernel"] == ("sm90" if sm90 else "balanced")
 
 

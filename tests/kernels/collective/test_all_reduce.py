@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.compare import FLOATS, assert_close, poisoned, with_row_padding
 from support.inboxes import local_inboxes
 
-from tritonllm.kernels.collective import AddedNorm, Layout, all_reduce, all_reduce_ref, sum_rows
+from tritonllm.kernels.collective import AddedNorm, InboxLayout, all_reduce, all_reduce_ref, sum_rows
 from tritonllm.kernels.collective.all_reduce import Stages
 
 dtypes = st.sampled_from(FLOATS)
@@ -46,7 +46,7 @@ def test_sums_are_the_references_and_the_same_everywhere(
     device, size, rows, n, dtype, programs, slots, padding, two_shot
 ):
     """Also of more rows than one launch takes, and three sums in a row: each place is used again."""
-    inboxes = local_inboxes(Layout(n, dtype, size, programs, slots), device)
+    inboxes = local_inboxes(InboxLayout(n, dtype, size, programs, slots), device)
     for _ in range(3):
         parts = [with_row_padding(torch.randn(rows, n).to(device, dtype), padding) for _ in range(size)]
         expected = all_reduce_ref(parts)
@@ -69,7 +69,7 @@ def test_sums_are_the_references_and_the_same_everywhere(
     two_shot=st.booleans(),
 )
 def test_with_the_addition_and_the_norm(device, size, rows, n, dtype, offset, x_scale, padding, two_shot):
-    inboxes = local_inboxes(Layout(n, dtype, size, 4, 1), device)
+    inboxes = local_inboxes(InboxLayout(n, dtype, size, 4, 1), device)
     parts = [torch.randn(rows, n).to(device, dtype) for _ in range(size)]
     added = streams(size, rows, n, dtype, device, padding, eps=1e-5, weight_offset=offset, x_scale=x_scale)
     reference = added[0]._replace(residual=added[0].residual.clone())
@@ -87,7 +87,7 @@ def test_with_the_addition_and_the_norm(device, size, rows, n, dtype, offset, x_
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_negative_zeros_and_what_is_no_number_arrive(device, dtype, two_shot):
     """A negative zero is what nobody sends: it comes as a zero, and is not waited for."""
-    inboxes = local_inboxes(Layout(5, dtype, 2, 1, 1), device)
+    inboxes = local_inboxes(InboxLayout(5, dtype, 2, 1, 1), device)
     values = [[-0.0, -0.0, 1.0, float("inf"), float("nan")], [-0.0, 2.0, -0.0, 1.0, 1.0]]
     parts = [torch.tensor([row], device=device).to(dtype) for row in values]
     on_all(inboxes, parts, [None] * 2, parts, two_shot=two_shot)
@@ -97,7 +97,7 @@ def test_negative_zeros_and_what_is_no_number_arrive(device, dtype, two_shot):
 
 def test_the_ranks_add_in_one_order(device):
     """Of these four, 1 is lost or not, depending on what is added first; rounding is to float32."""
-    inboxes = local_inboxes(Layout(1, torch.float32, 4, 1, 1), device)
+    inboxes = local_inboxes(InboxLayout(1, torch.float32, 4, 1, 1), device)
     parts = [torch.tensor([[value]], device=device) for value in (2.0**24, 1.0, -(2.0**24), 1.0)]
     on_all(inboxes, parts, [None] * 4, parts, two_shot=False)
     assert [float(part) for part in parts] == [1.0] * 4
@@ -106,14 +106,14 @@ def test_the_ranks_add_in_one_order(device):
 @pytest.mark.parametrize("two_shot", [False, True])
 def test_a_word_ends_all_waiting(device, two_shot):
     """The other rank never comes: whoever waits gives up once that is known."""
-    inbox, _ = local_inboxes(Layout(8, torch.float32, 2, 2, 2), device, stopped=True)
+    inbox, _ = local_inboxes(InboxLayout(8, torch.float32, 2, 2, 2), device, stopped=True)
     x = torch.ones(3, 8, device=device)
     assert all_reduce(x, inbox, two_shot=two_shot) is x
 
 
 def test_rows_of_another_rank_stay(device):
     """A launch of few programs leaves the places of the others, and their turns, as they are."""
-    inboxes = local_inboxes(Layout(4, torch.float32, 2, 3, 1), device)
+    inboxes = local_inboxes(InboxLayout(4, torch.float32, 2, 3, 1), device)
     for rows in (3, 1, 1, 2, 3):
         parts = [torch.randn(rows, 4, device=device) for _ in range(2)]
         expected = all_reduce_ref(parts)
@@ -134,6 +134,6 @@ def test_rows_of_another_rank_stay(device):
     ],
 )
 def test_bad_arguments(x, kwargs, names):
-    inbox, _ = local_inboxes(Layout(4, torch.float32, 2, 1, 1), torch.device("cpu"))
+    inbox, _ = local_inboxes(InboxLayout(4, torch.float32, 2, 1, 1), torch.device("cpu"))
     with pytest.raises(ValueError, match=names):
         all_reduce(x, inbox, **kwargs)

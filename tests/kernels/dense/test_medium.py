@@ -1,11 +1,10 @@
 """Two products with the norm between them left to the second; and which of them the Hopper kernel computes."""
 
-from unittest.mock import patch
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.chips import chosen_for
 from support.compare import FLOATS, assert_close, with_row_padding
 from torch.nn import functional as F
 
@@ -165,8 +164,8 @@ def test_layouts():
 def test_when_it_is_taken(rows, n, hopper, taken):
     """And who decides what is fused hears the same of these sizes."""
     x, weight = torch.empty(rows, 64, dtype=BF16), torch.empty(n, 64, dtype=BF16, device="meta")
-    with patch.object(medium, "on_sm90", return_value=hopper):
-        assert medium.takes(x, weight, False) == taken
+    with chosen_for(90 if hopper else 80):
+        assert (medium.MEDIUM.own(x.device, x, weight, False) is not None) == taken
         rows_fit = len(x) in medium.rows_that_begin_norms(x.device)
         assert (rows_fit and medium.begins_norms(weight)) == taken
         assert not medium.begins_norms(weight.half())

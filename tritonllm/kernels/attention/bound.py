@@ -25,7 +25,7 @@ from tritonllm.kernels.attention.common import (
 from tritonllm.kernels.attention.decode import check_hints, check_workspace
 from tritonllm.kernels.attention.fused import _fused_decode_attention
 from tritonllm.kernels.attention.qk_norm_rope import check_head_weights
-from tritonllm.kernels.elementwise import Turn, check_angles, check_positions, turn_of
+from tritonllm.kernels.elementwise import Rotation, check_angles, check_positions, turn_of
 from tritonllm.kernels.runtime.checks import check_tensor, require
 from tritonllm.kernels.runtime.registry import runs_in_torch
 
@@ -119,9 +119,9 @@ class DecodeStep:
         check_hints(hints, slot_mapping)
         self._slots, self._positions = slot_mapping, positions
         self._tables, self._lens, self._hints = block_tables, seq_lens, hints
-        self._decodes: cpu.Decodes | None = None
+        self._decodes: cpu.CpuDecodes | None = None
         self._stored: bool | None = None
-        self._turns: dict[tuple[int, bool], tuple[torch.Tensor, Turn]] = {}
+        self._turns: dict[tuple[int, bool], tuple[torch.Tensor, Rotation]] = {}
 
     def attend(self, qkv: torch.Tensor, layer: BoundLayer) -> torch.Tensor:
         """:func:`fused_decode_attention` of ``qkv[B, (H + 2 K) D]``, which is overwritten -> ``[B, H, D]``."""
@@ -140,7 +140,7 @@ class DecodeStep:
     def _on_cpu(self, qkv: torch.Tensor, layer: BoundLayer, store: cpu.Store) -> torch.Tensor:
         decodes = self._decodes
         if decodes is None:
-            decodes = self._decodes = cpu.Decodes(self._tables, self._lens, layer.k_cache.shape[1])
+            decodes = self._decodes = cpu.CpuDecodes(self._tables, self._lens, layer.k_cache.shape[1])
         q = cpu.project_and_store(qkv, self._slots, store, layer.heads, self._turn(layer.heads))
         return decodes.attend(q, layer.k_cache, layer.v_cache, layer.args)
 
@@ -149,7 +149,7 @@ class DecodeStep:
             self._stored = cpu.all_stored(self._slots)
         return self._stored
 
-    def _turn(self, heads: Heads) -> Turn | None:
+    def _turn(self, heads: Heads) -> Rotation | None:
         table = heads.cos_sin_cache
         if table is None:
             return None

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from tritonllm.kernels.attention.arguments import AttentionArgs, Heads, Hints, Pages, Queries, Scales, Slots
-from tritonllm.kernels.elementwise import Norm, Turn, normalized, turn_of, turned
+from tritonllm.kernels.elementwise import NormOptions, Rotation, normalized, turn_of, turned
 from tritonllm.kernels.runtime.checks import FLOATS
 
 MASK_ELEMENTS = 2**22  # queries times keys of a prompt's chunk whose mask, or logits, are made at once
@@ -25,12 +25,12 @@ def decode(q: torch.Tensor, pages: Pages, hints: Hints, args: AttentionArgs) -> 
     """The operator ``paged_decode_attention``."""
     if not takes(pages.k_cache, args):
         return False
-    decodes = Decodes(pages.block_tables, pages.seq_lens, pages.k_cache.shape[1])
+    decodes = CpuDecodes(pages.block_tables, pages.seq_lens, pages.k_cache.shape[1])
     args.out.copy_(decodes.attend(q, pages.k_cache, pages.v_cache, args))
     return True
 
 
-class Group(NamedTuple):
+class CpuGroup(NamedTuple):
     """Sequences of about the same length, which attend together: a batch is padded to its longest."""
 
     rows: slice  # of the batch
@@ -41,7 +41,7 @@ class Group(NamedTuple):
     empty: torch.Tensor | None  # [N, 1, 1], where a sequence has length 0
 
 
-class Decodes:
+class CpuDecodes:
     """What the CPU's attention finds out about a step's decodes: the same for every layer.
 
     Args:
@@ -54,7 +54,7 @@ class Decodes:
         self._seq_lens = seq_lens
         self._lens: list[int] = seq_lens.tolist()
         self._size = block_size
-        self._groups: dict[int, list[Group]] = {}  # by window
+        self._groups: dict[int, list[CpuGroup]] = {}  # by window
 
     def attend(
         self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, args: AttentionArgs
@@ -66,7 +66,7 @@ class Decodes:
         parts = [_attend(group, q[group.rows], k_cache, v_cache, args) for group in groups]
         return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.zeros_like(q)
 
-    def _grouped(self, window: int) -> list[Group]:
+    def _grouped(self, window: int) -> list[CpuGroup]:
         lens = self._lens
         longest = max(lens, default=0)
         if longest == 0:
@@ -76,7 +76,7 @@ class Decodes:
         # rather one after the other than more than twice the work
         return [self._group(slice(i, i + 1), window) for i in range(len(lens))]
 
-    def _group(self, rows: slice, window: int) -> Group:
+    def _group(self, rows: slice, window: int) -> CpuGroup:
         size, lens = self._size, self._lens[rows]
         shortest, longest = min(lens), max(lens)
         before = max(0, shortest - (window or longest))  # no query sees these keys
@@ -84,7 +84,7 @@ class Decodes:
         blocks = self._tables[rows, begin : -(-longest // size)]
         if shortest == longest:
             seen = slice(before - begin * size, longest - begin * size)
-            return Group(rows, _consecutive(blocks), seen, None, None, None)
+            return CpuGroup(rows, _consecutive(blocks), seen, None, None, None)
         count = blocks.shape[1] * size
         seq_lens = self._seq_lens[rows, None]
         key = torch.arange(begin * size, begin * size + count)
@@ -94,7 +94,7 @@ class Decodes:
         blocks = blocks.masked_fill(~visible.unflatten(1, (-1, size)).any(-1), 0)
         unseen = (~visible).flatten().nonzero().flatten()
         empty = (seq_lens == 0)[:, None] if shortest == 0 else None
-        return Group(rows, blocks.flatten(), slice(0, count), visible[:, None, None], unseen, empty)
+        return CpuGroup(rows, blocks.flatten(), slice(0, count), visible[:, None, None], unseen, empty)
 
 
 def _consecutive(blocks: torch.Tensor) -> slice | torch.Tensor:
@@ -106,7 +106,7 @@ def _consecutive(blocks: torch.Tensor) -> slice | torch.Tensor:
 
 
 def _attend(
-    group: Group, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, args: AttentionArgs
+    group: CpuGroup, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, args: AttentionArgs
 ) -> torch.Tensor:
     """``q[N, H, D]`` of the group -> a new tensor; heads that share keys are rows of one product."""
     if group.seen.stop == 0:
@@ -119,7 +119,7 @@ def _attend(
     return out if group.empty is None else out.masked_fill_(group.empty, 0.0)
 
 
-def _seen_rows(cache: torch.Tensor, group: Group, count: int) -> torch.Tensor:
+def _seen_rows(cache: torch.Tensor, group: CpuGroup, count: int) -> torch.Tensor:
     """Keys or values ``[N, K, L, D]``."""
     blocks = group.blocks
     x = cache[blocks] if isinstance(blocks, slice) else cache.index_select(0, blocks)
@@ -195,7 +195,7 @@ def _one_sequence(
     size, kv_heads = pages.k_cache.shape[1:3]
     begin = seen.start // size * size
     blocks = _consecutive(table[None, begin // size : -(-seen.stop // size)])
-    group = Group(slice(0, 1), blocks, slice(seen.start - begin, seen.stop - begin), None, None, None)
+    group = CpuGroup(slice(0, 1), blocks, slice(seen.start - begin, seen.stop - begin), None, None, None)
     k, v = (_seen_rows(cache, group, 1)[0].transpose(0, 1) for cache in (pages.k_cache, pages.v_cache))
     grouped = q.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)  # [K, G, N, D]
     if q.dtype == torch.float32:
@@ -244,7 +244,7 @@ def all_stored(slot_mapping: torch.Tensor) -> bool:
 
 
 def project_and_store(
-    qkv: torch.Tensor, slot_mapping: torch.Tensor, store: Store, heads: Heads, turn: Turn | None
+    qkv: torch.Tensor, slot_mapping: torch.Tensor, store: Store, heads: Heads, turn: Rotation | None
 ) -> torch.Tensor:
     """Normalise, turn and store the rows' heads; the queries ``[T, H, D]``, a new tensor if they changed."""
     kv_heads, head_size = store.k.shape[1:]
@@ -254,7 +254,7 @@ def project_and_store(
     if heads.q_weight is not None and heads.k_weight is not None:
         parts = (x[:, :-kv_heads], heads.q_weight), (x[:, -kv_heads:], heads.k_weight)
         how = heads.eps, heads.weight_offset, False, heads.batch_invariant
-        norms = [normalized(part, Norm(w, None, *how)) for part, w in parts]
+        norms = [normalized(part, NormOptions(w, None, *how)) for part, w in parts]
         x = torch.cat([part.to(qkv.dtype) for part in norms], dim=1)
     if turn is not None:
         x = turned(x, turn)

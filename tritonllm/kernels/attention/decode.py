@@ -21,12 +21,12 @@ from tritonllm.kernels.attention.common import (
     require_float8,
     visible_keys,
 )
-from tritonllm.kernels.attention.portable.balanced import balanced_kernel
-from tritonllm.kernels.attention.portable.few import few_config, few_row_tiles, launch_few
-from tritonllm.kernels.attention.portable.split import launch_split, split_config
-from tritonllm.kernels.runtime import chip, tuning
+from tritonllm.kernels.attention.portable.few import few_config, few_row_tiles
+from tritonllm.kernels.attention.portable.split import split_config
+from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.checks import check_tensor, require
 from tritonllm.kernels.runtime.registry import register_op, with_reference
+from tritonllm.kernels.runtime.variants import Variant, Variants
 
 WORKSPACE_SIZE = 4096  # as many stretches of work as any configuration asks for, and a few more
 
@@ -51,11 +51,11 @@ def balanced_config(head_size: int, group: int, dtype: str, cache_dtype: str) ->
     return config | {"BLOCK_M": block_m, "BLOCK_N": block_n, "PROGRAMS": 264, "num_warps": 4, "num_stages": 3}
 
 
-def sm90_config(head_size: int, group: int, cache_dtype: str, pairs: int | None = None) -> tuning.Config:
+def sm90_config(head_size: int, group: int, cache_dtype: str, programs: int | None = None) -> tuning.Config:
     """Two programs on each processor with up to 16 rows, else one; up to 8 rows each warp works on its own.
 
-    ``pairs``: of sequence and key/value head, None if nobody knows. A few are cut into as many parts as there are
-    programs, which are merged. One program a processor, with twice the tiles on their way, has half as many parts: with
+    ``programs``: pairs of sequence and key/value head, None if nobody knows. A few are cut into as many parts as run
+    at once, which are merged. One program a processor, with twice the tiles on their way, has half as many parts: with
     4 pairs and 8 rows 23.3 us instead of 27.7 at 30,000 keys, 11.3 and 13.9 at 4,000 (with 2 rows 13.8 and 11.5 at
     12,000); with 16 rows 25.9 and 31.2 at 24,000. With 8 pairs and 8 rows or fewer it wins 4% at 24,000 and loses 15%
     at 6,000.
@@ -69,14 +69,14 @@ def sm90_config(head_size: int, group: int, cache_dtype: str, pairs: int | None 
     config = {"kernel": "sm90", "BLOCK_M": block_m, "BLOCK_N": 128 if float8 and block_m == 8 else 64, "num_warps": 4}
     if block_m > 16:
         return config | {"PROGRAMS": 132, "num_stages": 4, "maxnreg": 248}
-    if pairs is not None and pairs <= (4 if block_m == 8 else 8):
+    if programs is not None and programs <= (4 if block_m == 8 else 8):
         if float8 and block_m == 8:  # Triton 3.9 spills 12 bytes with 200 and more, none with 168
             return config | {"PROGRAMS": 132, "num_stages": 4, "maxnreg": 168}
         return config | {"PROGRAMS": 132, "num_stages": 6 if float8 or block_m == 8 else 4, "maxnreg": 248}
     config |= {"PROGRAMS": 264, "maxnreg": 128}
     if float8:
         return config | {"num_stages": 2 if block_m == 8 and head_size == 128 else 4}
-    few = block_m == 8 and pairs is not None and pairs <= 32
+    few = block_m == 8 and programs is not None and programs <= 32
     return config | {"num_stages": 3 if few or head_size == 64 else 2}
 
 
@@ -101,28 +101,6 @@ def decode_short_keys(heads: int, kv_heads: int, head_size: int, dtype: torch.dt
     return 0 if pairs > FEW_PAIRS else min(FEW_KEYS, FEW_WORK // max(1, pairs))
 
 
-def default_config(
-    head_size: int, group: int, programs: int, lengths: str, dtype: str, cache_dtype: str, arch: str
-) -> tuning.Config:
-    """A configuration of the kernel that is faster.
-
-    ``programs``: sequences times key/value heads; ``lengths``: ``"short"``, as :func:`decode_short_keys` says, or
-    ``"long"``; ``arch``: ``"sm90"`` where its kernel can be had. Hopper's, balanced and split on an H200, in
-    microseconds: with 8 programs 38.0, 46.6, 42.8 (b1 x 32768), 64 66.4, 70.9, 68.8 (b8 x 8192), 512 238, 261, 269 (b64
-    x 4096), 1024 238, 263, 266 (b128 x 2048), 2048 240, 267, 246 (b256 x 1024), with lengths 1 to 300 51, 70, 50. With
-    a float8 cache Hopper's is the fastest everywhere, then balanced: split has no loop of its own for it. Short ones:
-    :func:`~tritonllm.kernels.attention.portable.few.few_config`.
-    """
-    float8 = cache_dtype.startswith("float8")
-    if lengths == "short" and not float8:
-        return few_config(head_size, group, programs)
-    if arch == "sm90" and group <= SM90_ROWS and (programs <= 2112 or float8):
-        return sm90_config(head_size, group, cache_dtype, programs)
-    if 132 < programs <= 1056 or float8:
-        return balanced_config(head_size, group, dtype, cache_dtype)
-    return split_config(head_size, group, programs, dtype)
-
-
 def lengths_of(q: torch.Tensor, pages: Pages, hints: Hints, window: int) -> str:
     """``"short"`` or ``"long"``, of ``q[B, H, D]``: what the host knows, for lengths are on the device."""
     keys = hints.most_keys(pages)
@@ -134,25 +112,20 @@ def config_key(q: torch.Tensor, pages: Pages, max_seqlen_q: int = 1) -> dict[str
     """What a configuration depends on, but for the lengths."""
     _, heads, head_size = q.shape
     kv_heads = pages.k_cache.shape[2]
-    arch = "any"
-    if chip.on_sm90(q.device):
-        from tritonllm.kernels.attention.sm90 import decode as sm90  # Gluon is not there for every GPU
-
-        arch = "sm90" if sm90.fits(q, pages.k_cache, pages.v_cache) else "any"
     return {
         "head_size": head_size,
         "group": heads // kv_heads * max_seqlen_q,
         "programs": len(pages.seq_lens) * kv_heads,
         "dtype": dtype_name(q),
         "cache_dtype": dtype_name(pages.k_cache),
-        "arch": arch,
+        "arch": DECODE.own_arch(q.device, q, pages.k_cache, pages.v_cache),
     }
 
 
 def decode_config(q: torch.Tensor, pages: Pages, hints: Hints, window: int) -> tuning.Config:
     """The launch configuration for decodes ``q[B, H, D]``."""
     key = config_key(q, pages) | {"lengths": lengths_of(q, pages, hints, window)}
-    return tuning.get_config("paged_decode_attention", q.device, default_config, **key)
+    return tuning.get_config("paged_decode_attention", q.device, DECODE.default_config, **key)
 
 
 def check_workspace(workspace: torch.Tensor | None, like: torch.Tensor) -> None:
@@ -169,58 +142,30 @@ def check_hints(hints: Hints, q: torch.Tensor) -> None:
         check_tensor("order", hints.order, (len(q),), dtype=torch.int32, like=q)
 
 
-def launch_balanced(queries: Queries, pages: Pages, hints: Hints, args: AttentionArgs, config: tuning.Config) -> None:
-    """Launch the balanced kernel, or Hopper's, for tokens that see those before them, or a tree's ancestors."""
-    config = dict(config)
-    if config.pop("kernel") == "sm90":
-        from tritonllm.kernels.attention.sm90 import decode as sm90
-
-        sm90.launch(queries, pages, hints, args, config)
-        return
-    (q, cu_seqlens_q, max_seqlen_q, _, tree_mask), (k_cache, v_cache, block_tables, seq_lens) = queries, pages
-    workspace = hints.workspace
-    batch, heads, head_size = len(seq_lens), *q.shape[1:]
-    kv_heads = k_cache.shape[2]
-    group = heads // kv_heads
-    row_tiles = triton.cdiv(group * max_seqlen_q, config["BLOCK_M"])
-    tiles = batch * kv_heads * row_tiles * max(1, triton.cdiv(hints.most_keys(pages), config["BLOCK_N"]))
-    programs = min(config.pop("PROGRAMS"), tiles)
-    if workspace is None:
-        workspace = torch.zeros(programs, dtype=torch.int32, device=q.device)
-    programs = min(programs, len(workspace))
-    part = torch.empty((2 * programs, config["BLOCK_M"], head_size), dtype=torch.float32, device=q.device)
-    part_lse = torch.empty(part.shape[:2], dtype=torch.float32, device=q.device)
-    strides = (
-        *q.stride()[:2],
-        *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
-        block_tables.stride(0),
-        *args.out.stride()[:2],
-    )
-    balanced_kernel[(programs,)](
-        *(q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, tree_mask, args.out, args.lse, args.sinks),
-        *(args.alibi_slopes, args.k_scale, args.v_scale, part, part_lse, workspace),
-        *(args.scale, args.v_factor, args.window, args.softcap, batch, kv_heads, row_tiles, *strides),
-        GROUP=group,
-        WINDOW=args.window > 0,
-        SOFTCAP=args.softcap > 0,
-        SAME_STRIDES=k_cache.stride() == v_cache.stride(),
-        BLOCK_SIZE=k_cache.shape[1],
-        HEAD_SIZE=head_size,
-        ROWS=min(config["BLOCK_M"], triton.next_power_of_2(group * max_seqlen_q)),
-        BLOCK_D=triton.next_power_of_2(head_size),
-        **config,
-    )
+def _few_pays(lengths: str, cache_dtype: str) -> bool:
+    return lengths == "short" and not cache_dtype.startswith("float8")
 
 
-def launch_decode(q: torch.Tensor, pages: Pages, hints: Hints, args: AttentionArgs, config: tuning.Config) -> None:
-    """Launch the configuration's kernel for ``q[B, H, D]``."""
-    if config["kernel"] == "few":
-        launch_few(q, pages, hints, args, config)
-    elif config["kernel"] == "split":
-        launch_split(q, pages, hints, args, config)
-    else:
-        launch_balanced(Queries(q), pages, hints, args, config)
+def _sm90_pays(group: int, programs: int, cache_dtype: str) -> bool:
+    """Hopper's, balanced and split on an H200, in microseconds: with 8 programs 38.0, 46.6, 42.8 (b1 x 32768), 64 66.4,
+    70.9, 68.8 (b8 x 8192), 512 238, 261, 269 (b64 x 4096), 1024 238, 263, 266 (b128 x 2048), 2048 240, 267, 246 (b256 x
+    1024), with lengths 1 to 300 51, 70, 50. With a float8 cache Hopper's is the fastest everywhere, then balanced:
+    split has no loop of its own for it."""
+    return group <= SM90_ROWS and (programs <= 2112 or cache_dtype.startswith("float8"))
+
+
+def _balanced_pays(programs: int, cache_dtype: str) -> bool:
+    return 132 < programs <= 1056 or cache_dtype.startswith("float8")
+
+
+# A key's `programs` are sequences times key/value heads; `lengths` are "short", as decode_short_keys says, or "long".
+DECODE = Variants(
+    "paged_decode_attention",
+    Variant("few", "attention/portable/few.py", pays=_few_pays, config=few_config),
+    Variant("sm90", "attention/sm90/decode.py", (90,), "fits", _sm90_pays, sm90_config),
+    Variant("balanced", "attention/portable/balanced.py", pays=_balanced_pays, config=balanced_config),
+    Variant("split", "attention/portable/split.py", config=split_config),
+)
 
 
 def _reference(q: torch.Tensor, pages: Pages, hints: Hints, args: AttentionArgs) -> None:
@@ -239,7 +184,8 @@ def _paged_decode_attention(q: torch.Tensor, pages: Pages, hints: Hints, args: A
     require_float8(pages.k_cache)
     if len(q) == 0:
         return
-    launch_decode(q, pages, hints, args, decode_config(q, pages, hints, args.window))
+    config = decode_config(q, pages, hints, args.window)
+    DECODE.launch(config, Queries(q), pages, hints, args)
 
 
 def paged_decode_attention(

@@ -8,10 +8,11 @@ which costs less than to wait for a kernel that does it once. Elsewhere the two 
 import torch
 
 from tritonllm.kernels.attention import cpu
-from tritonllm.kernels.attention.arguments import AttentionArgs, Heads, Hints, Options, Pages, Scales, Slots
+from tritonllm.kernels.attention.arguments import AttentionArgs, Heads, Hints, Options, Pages, Queries, Scales, Slots
 from tritonllm.kernels.attention.common import check_attention, require_float8
-from tritonllm.kernels.attention.decode import check_hints, decode_config, launch_decode
-from tritonllm.kernels.attention.portable.few import Projection, launch_few
+from tritonllm.kernels.attention.decode import DECODE, check_hints, decode_config
+from tritonllm.kernels.attention.portable import few
+from tritonllm.kernels.attention.portable.projection import Projection
 from tritonllm.kernels.attention.qk_norm_rope import check_projection, split_heads
 from tritonllm.kernels.runtime.registry import OPS, register_op, with_reference
 
@@ -49,10 +50,10 @@ def _fused_decode_attention(
     config = decode_config(q, pages, hints, args.window)
     scales = Scales(args.k_scale, args.v_scale, k_factor, args.v_factor)
     if config["kernel"] == "few":
-        launch_few(qkv, pages, hints, args, config, Projection(slot_mapping, heads, scales))
+        few.launch(Queries(qkv), pages, hints, args, config, Projection(slot_mapping, heads, scales))
         return
     OPS["qk_norm_rope_store"](qkv, hints.settled, *pages[:2], slot_mapping, *heads, *scales)
-    launch_decode(q, pages, hints, args, config)
+    DECODE.launch(config, Queries(q), pages, hints, args)
 
 
 def fused_decode_attention(

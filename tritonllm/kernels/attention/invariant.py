@@ -80,7 +80,7 @@ def _on_cpu(queries: Queries, pages: Pages, hints: Hints, args: AttentionArgs) -
     q, (k_cache, v_cache, block_tables, _) = queries.q, pages
     for row, seq, keys in _tokens(queries, pages):
         length = torch.tensor([max(keys, 0)], dtype=torch.int32)
-        alone = cpu.Decodes(block_tables[seq : seq + 1], length, k_cache.shape[1])
+        alone = cpu.CpuDecodes(block_tables[seq : seq + 1], length, k_cache.shape[1])
         args.out[row] = alone.attend(q[row : row + 1], k_cache, v_cache, args)[0]
     return True
 

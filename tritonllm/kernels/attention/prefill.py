@@ -18,11 +18,11 @@ from tritonllm.kernels.attention.common import (
     require_float8,
     visible_keys,
 )
-from tritonllm.kernels.attention.decode import SM90_ROWS, check_workspace, launch_balanced, sm90_config
-from tritonllm.kernels.attention.portable import prefill as portable
-from tritonllm.kernels.runtime import chip, tuning
+from tritonllm.kernels.attention.decode import DECODE, SM90_ROWS, check_workspace, sm90_config
+from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.checks import check_tensor, require
 from tritonllm.kernels.runtime.registry import register_op, with_reference
+from tritonllm.kernels.runtime.variants import Variant, Variants
 
 # The Hopper kernel's rows a tile are 128: half a tile's and fewer leave most of it empty.
 SM90_MIN_ROWS = 64
@@ -40,31 +40,22 @@ SM90_LONG = 2048
 SM90_SHORT = 512
 
 
-def default_config(
-    head_size: int,
-    group: int,
-    tokens: int,
-    max_q: int,
-    capacity: int,
-    dtype: str,
-    cache_dtype: str,
-    arch: str,
-    logits: str,
-    few: str,
-) -> tuning.Config:
-    """``arch``: ``"sm90"`` where the Hopper kernel can be had and has rows enough; ``logits``: ``"plain"``, or
-    ``"changed"`` by options; ``few``: ``"decode"`` where the rows of each sequence are so few that decode's Hopper
-    kernel takes them, ``"split"`` where all rows make so few tiles that their keys are shared out, else ``"no"``."""
-    if few == "decode":
-        return sm90_config(head_size, max_q * group, cache_dtype) | {"kernel": "decode"}
-    if arch == "sm90":
-        hopper: tuning.Config = {"kernel": "sm90", "BLOCK_M": 128, "PROGRAMS": 132, "num_warps": 4}
-        if few == "split":
-            return hopper | {"BLOCK_N": 64, "PARTS": 2, "MERGED": False, "SPLIT": 128, "num_stages": 4}
-        hopper |= {"SPLIT": 0}
-        if capacity >= SM90_LONG and logits == "plain" and 64 % group == 0:  # otherwise registers do not suffice
-            return hopper | {"BLOCK_N": 128, "PARTS": 1, "MERGED": False, "num_stages": 2}
-        return hopper | {"BLOCK_N": 64, "PARTS": 2, "MERGED": capacity <= SM90_SHORT, "num_stages": 4}
+def _decode_config(head_size: int, group: int, max_q: int, cache_dtype: str) -> tuning.Config:
+    return sm90_config(head_size, max_q * group, cache_dtype)
+
+
+def _sm90_config(group: int, capacity: int, logits: str, few: str) -> tuning.Config:
+    """``logits``: ``"plain"``, or ``"changed"`` by options."""
+    config: tuning.Config = {"kernel": "sm90", "BLOCK_M": 128, "PROGRAMS": 132, "num_warps": 4}
+    if few == "split":
+        return config | {"BLOCK_N": 64, "PARTS": 2, "MERGED": False, "SPLIT": 128, "num_stages": 4}
+    config |= {"SPLIT": 0}
+    if capacity >= SM90_LONG and logits == "plain" and 64 % group == 0:  # otherwise registers do not suffice
+        return config | {"BLOCK_N": 128, "PARTS": 1, "MERGED": False, "num_stages": 2}
+    return config | {"BLOCK_N": 64, "PARTS": 2, "MERGED": capacity <= SM90_SHORT, "num_stages": 4}
+
+
+def _portable_config(head_size: int, group: int, max_q: int, dtype: str, few: str) -> tuning.Config:
     rows = padded_rows(max_q, group)
     if few == "split" and dtype != "float32":
         return shared_config(head_size, rows)
@@ -106,20 +97,36 @@ def _share_rows(head_size: int) -> int:
     return 32 if head_size > 128 else 64
 
 
+def _fits_decode(queries: Queries, pages: Pages, window: int) -> bool:
+    rows = queries.max_seqlen_q * (queries.q.shape[1] // pages.k_cache.shape[2])
+    fits = DECODE.named["sm90"].module.fits
+    return queries.causal and rows <= SM90_ROWS and fits(queries.q, pages.k_cache, pages.v_cache)
+
+
+def _fits_sm90(queries: Queries, pages: Pages, window: int) -> bool:
+    """Whether there are rows enough for this kernel, which knows no window to both sides."""
+    rows = padded_rows(queries.max_seqlen_q, queries.q.shape[1] // pages.k_cache.shape[2])
+    one_sided, fits = queries.causal or window == 0, PREFILL.named["sm90"].module.fits
+    return one_sided and rows >= SM90_MIN_ROWS and fits(queries.q, pages.k_cache, pages.v_cache)
+
+
+# A key's `few` is "decode" where the rows of each sequence are so few that decode's own kernel of the chip takes them,
+# "split" where all rows make so few tiles that their keys are shared out, else "no".
+PREFILL = Variants(
+    "varlen_prefill_attention",
+    Variant("decode", "attention/sm90/decode.py", (90,), _fits_decode, lambda few: few == "decode", _decode_config),
+    Variant("sm90", "attention/sm90/prefill.py", (90,), _fits_sm90, config=_sm90_config),
+    Variant("portable", "attention/portable/prefill.py", config=_portable_config),
+)
+
+
 def _config_key(queries: Queries, pages: Pages, args: AttentionArgs) -> dict[str, Any]:
     """What a configuration depends on."""
-    (q, _, max_seqlen_q, *_), (k_cache, v_cache, block_tables, _) = queries, pages
+    (q, _, max_seqlen_q, *_), (k_cache, _, block_tables, _) = queries, pages
     tokens, heads, head_size = q.shape
-    arch, group = "any", heads // k_cache.shape[2]
-    few = "no"
-    if chip.on_sm90(q.device):
-        from tritonllm.kernels.attention.sm90 import decode, prefill  # Gluon is not there for every GPU
-
-        two_sided = not queries.causal and args.window > 0  # what that kernel does not know
-        if prefill.fits(q, k_cache, v_cache) and not two_sided and padded_rows(max_seqlen_q, group) >= SM90_MIN_ROWS:
-            arch = "sm90"
-        if queries.causal and max_seqlen_q * group <= SM90_ROWS and decode.fits(q, k_cache, v_cache):
-            few = "decode"
+    group = heads // k_cache.shape[2]
+    arch = PREFILL.own_arch(q.device, queries, pages, args.window)
+    few = "decode" if arch != "any" and max_seqlen_q * group <= SM90_ROWS else "no"
     most = SPLIT_ROWS if arch == "sm90" else SPLIT_TILES * _share_rows(head_size)
     if few == "no" and tokens <= SPLIT_TOKENS and triton.next_power_of_2(tokens) * heads <= most:
         few = "split"
@@ -162,22 +169,15 @@ def _reference(queries: Queries, pages: Pages, hints: Hints, args: AttentionArgs
 def _varlen_prefill_attention(queries: Queries, pages: Pages, hints: Hints, args: AttentionArgs) -> None:
     require_float8(pages.k_cache)
     if len(queries.q) > 0 and len(pages.seq_lens) > 0:
-        launch_prefill(queries, pages, hints, args)
+        launch(queries, pages, hints, args)
 
 
-def launch_prefill(queries: Queries, pages: Pages, hints: Hints, args: AttentionArgs) -> None:
-    """Look up the configuration and launch the kernel that it is for."""
+def launch(queries: Queries, pages: Pages, hints: Hints, args: AttentionArgs, _: tuning.Config | None = None) -> None:
+    """Look up the configuration and launch the kernel that it is for. (A configuration of verify attention says only
+    that.)"""
     key = _config_key(queries, pages, args)
-    config = dict(tuning.get_config("varlen_prefill_attention", queries.q.device, default_config, **key))
-    if config["kernel"] == "decode":
-        launch_balanced(queries, pages, hints, args, config | {"kernel": "sm90"})
-        return
-    if config.pop("kernel") == "sm90":
-        from tritonllm.kernels.attention.sm90 import prefill as sm90
-
-        sm90.launch(queries, pages, hints, args, config)
-        return
-    portable.launch(queries, pages, hints, args, config)
+    config = tuning.get_config("varlen_prefill_attention", queries.q.device, PREFILL.default_config, **key)
+    PREFILL.launch(config, queries, pages, hints, args)
 
 
 def varlen_prefill_attention(

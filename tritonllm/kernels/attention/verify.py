@@ -20,13 +20,12 @@ from tritonllm.kernels.attention.decode import (
     balanced_config,
     check_workspace,
     config_key,
-    launch_balanced,
     sm90_config,
 )
-from tritonllm.kernels.attention.prefill import launch_prefill
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.checks import check_tensor, require
 from tritonllm.kernels.runtime.registry import register_op, with_reference
+from tritonllm.kernels.runtime.variants import Variant, Variants
 
 
 def _reference(queries: Queries, pages: Pages, hints: Hints, args: AttentionArgs) -> None:
@@ -54,18 +53,18 @@ def _reference(queries: Queries, pages: Pages, hints: Hints, args: AttentionArgs
             args.lse[tokens] = lse
 
 
-def default_config(
-    head_size: int, group: int, programs: int, dtype: str, cache_dtype: str, arch: str, tree: str
-) -> tuning.Config:
-    """``group``: tokens of a draft times query heads that share keys; ``tree``: ``"yes"`` or ``"no"``.
+def _prefill_pays(programs: int, dtype: str, cache_dtype: str, tree: str) -> bool:
+    """64 x 4096 with 16 tokens of 4 heads: balanced 380 us, prefill 272; but it does not split a sequence's keys."""
+    return tree == "no" and programs >= 132 and dtype == cache_dtype
 
-    64 x 4096 with 16 tokens of 4 heads: balanced 380 us, prefill 272, but a prefill does not split a sequence's keys.
-    """
-    if arch == "sm90" and group <= SM90_ROWS:
-        return sm90_config(head_size, group, cache_dtype, programs)
-    if arch == "sm90" and tree == "no" and programs >= 132 and dtype == cache_dtype:
-        return {"kernel": "prefill"}
-    return balanced_config(head_size, group, dtype, cache_dtype)
+
+# A key's `group` is tokens of a draft times query heads that share keys, its `tree` "yes" or "no".
+VERIFY = Variants(
+    "paged_verify_attention",
+    Variant("sm90", "attention/sm90/decode.py", (90,), "fits", lambda group: group <= SM90_ROWS, sm90_config),
+    Variant("prefill", "attention/prefill.py", (90,), None, _prefill_pays),
+    Variant("balanced", "attention/portable/balanced.py", config=balanced_config),
+)
 
 
 @register_op(mutates=("workspace", "out", "lse"), reference=_reference, cpu=cpu.verify)
@@ -74,11 +73,8 @@ def _paged_verify_attention(queries: Queries, pages: Pages, hints: Hints, args: 
     if len(queries.q) == 0 or len(pages.seq_lens) == 0:
         return
     key = config_key(queries.q, pages, queries.max_seqlen_q) | {"tree": "no" if queries.tree_mask is None else "yes"}
-    config = tuning.get_config("paged_verify_attention", queries.q.device, default_config, **key)
-    if config["kernel"] == "prefill":
-        launch_prefill(queries, pages, hints, args)
-    else:
-        launch_balanced(queries, pages, hints, args, config)
+    config = tuning.get_config("paged_verify_attention", queries.q.device, VERIFY.default_config, **key)
+    VERIFY.launch(config, queries, pages, hints, args)
 
 
 def paged_verify_attention(

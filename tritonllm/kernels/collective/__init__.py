@@ -11,14 +11,14 @@ from tritonllm.kernels.collective.exchange_memory import (
     exchange_layout,
     exchange_memory,
 )
-from tritonllm.kernels.collective.inbox import Inbox, Layout, layout_for
+from tritonllm.kernels.collective.inbox import InboxLayout, PeerInbox, layout_for
 
 __all__ = [
     "AddedNorm",
     "ExchangeLayout",
     "ExchangeMemory",
-    "Inbox",
-    "Layout",
+    "InboxLayout",
+    "PeerInbox",
     "all_reduce",
     "all_reduce_ref",
     "combine_rows",

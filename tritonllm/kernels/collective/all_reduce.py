@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from tritonllm.kernels import fused_add_rms_norm_ref
-from tritonllm.kernels.collective.inbox import EMPTY, Inbox
+from tritonllm.kernels.collective.inbox import EMPTY, PeerInbox
 from tritonllm.kernels.elementwise import check_affine
 from tritonllm.kernels.runtime.checks import check_tensor
 from tritonllm.kernels.runtime.chip import on_amd
@@ -253,7 +253,7 @@ def _all_reduce_kernel(
 
 def sum_rows(
     x: torch.Tensor,
-    inbox: Inbox,
+    inbox: PeerInbox,
     added: AddedNorm | None,
     out: torch.Tensor,
     *,
@@ -272,7 +272,7 @@ def sum_rows(
 
 def _launch(
     x: torch.Tensor,
-    inbox: Inbox,
+    inbox: PeerInbox,
     added: AddedNorm | None,
     out: torch.Tensor,
     two_shot: bool,
@@ -321,7 +321,7 @@ def _launch(
 
 def all_reduce(
     x: torch.Tensor,
-    inbox: Inbox,
+    inbox: PeerInbox,
     *,
     added: AddedNorm | None = None,
     out: torch.Tensor | None = None,

@@ -35,7 +35,7 @@ ROWS = 8192  # of one launch, which have places if CAPACITY allows it: few steps
 EMPTY = {2: -(2**15), 4: -(2**31)}  # a negative zero, as an integer of so many bytes
 
 
-class Layout(NamedTuple):
+class InboxLayout(NamedTuple):
     """How an inbox is divided; the same on all ranks. In elements: ``[2, programs, slots, size, width]``, one place for
     what each rank sends of a row.
 
@@ -85,7 +85,7 @@ class Layout(NamedTuple):
         return int(self.program.block <= 8192 and self.size <= 4)
 
 
-class Inbox(NamedTuple):
+class PeerInbox(NamedTuple):
     """A rank's inbox, and the way to those of the others.
 
     Attributes:
@@ -97,13 +97,13 @@ class Inbox(NamedTuple):
         turns: ``[programs]`` int32, zeros at first.
     """
 
-    layout: Layout
+    layout: InboxLayout
     rank: int
     links: torch.Tensor
     turns: torch.Tensor
 
 
-def layout_for(columns: int, dtype: torch.dtype, size: int, processors: int) -> Layout:
+def layout_for(columns: int, dtype: torch.dtype, size: int, processors: int) -> InboxLayout:
     """The layout for sums of ``[rows, columns]``.
 
     Args:
@@ -119,4 +119,4 @@ def layout_for(columns: int, dtype: torch.dtype, size: int, processors: int) -> 
     programs = processors * RowProgram(columns, size).on_processor
     fit = CAPACITY // (programs * size * columns * dtype.itemsize)
     slots = max(1, min(fit, triton.cdiv(ROWS, programs)))
-    return Layout(columns, dtype, size, programs, slots)
+    return InboxLayout(columns, dtype, size, programs, slots)

@@ -20,7 +20,7 @@ MIN_PART, MAX_PARTS = 1024, 4  # of K: the least columns and the most parts
 WELL_FILLED = 0.84  # 7168 rows of a weight fill 0.85 of the chip, and tiles are as fast as cuBLAS
 
 
-class Tile(NamedTuple):
+class WeightTile(NamedTuple):
     """A program's part of a product in `portable/tiles.py`; with four warps.
 
     Attributes:
@@ -55,8 +55,8 @@ class Tile(NamedTuple):
 
 
 # Memory of a program: 147, 74 and 123 kB for up to 16 rows, 147 for 32, 131 and 147 for 64.
-DEEP, THIRD, WIDE = Tile(32, 256, 6), Tile(32, 128, 6, programs=3), Tile(64, 128, 6)
-WIDE_OF_64, NARROW_OF_64 = Tile(64, 64, 8), Tile(32, 128, 6)
+DEEP, THIRD, WIDE = WeightTile(32, 256, 6), WeightTile(32, 128, 6, programs=3), WeightTile(64, 128, 6)
+WIDE_OF_64, NARROW_OF_64 = WeightTile(64, 64, 8), WeightTile(32, 128, 6)
 
 
 def default_config(m: int, n: int, k: int, itemsize: int, gated: str) -> tuning.Config:
@@ -88,12 +88,12 @@ def default_config(m: int, n: int, k: int, itemsize: int, gated: str) -> tuning.
         if m <= 32:  # 98 kB: two programs find room on a processor
             split = max(split, min(2 * PROCESSORS * 32 // n, k // MIN_PART, MAX_PARTS))
         stages = 6 if m <= 32 or n * split <= PROCESSORS * 32 else 4  # 147 kB: one program a processor
-        return Tile(32, 128, stages).config(split)
+        return WeightTile(32, 128, stages).config(split)
     if n < 16384:
         return _tile_of_one_round(m, n, k)
     if m <= 32:
         return WIDEST
-    return Tile(64, 64, 3).config(1)
+    return WeightTile(64, 64, 3).config(1)
 
 
 def _tile_of_16_rows(n: int, k: int) -> tuning.Config:

@@ -23,10 +23,11 @@ from tritonllm.kernels.dense import cpu
 from tritonllm.kernels.dense.portable.rows import MAX_ROWS
 from tritonllm.kernels.dense.weight import Weight, elements, fetch_ahead, lines_ahead
 from tritonllm.kernels.elementwise import ACTIVATIONS, activate
-from tritonllm.kernels.runtime import chip, tuning
+from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.checks import aligned, check_same_dtype, check_tensor, require
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
 from tritonllm.kernels.runtime.registry import register_op, with_reference
+from tritonllm.kernels.runtime.variants import Variant, Variants
 
 # Rows whose gated products are faster so than by any other kernel of `linear`, also where bits may depend on the batch.
 # On an H100, times of gate and up against `portable/tiles.py`: of Llama-3.1-8B 0.87 (4 to 16 rows), 0.96 (32 and 64),
@@ -191,7 +192,7 @@ def _in_boxes(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return x.element_size() == 2 and all(t.stride(0) % 8 == 0 for t in (x, weight)) and aligned(x, weight)
 
 
-def _launch(
+def launch(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -200,12 +201,12 @@ def _launch(
     constant_weight: bool = False,
 ) -> None:
     (m, k), n = x.shape, out.shape[1]
-    arch = "sm90" if chip.on_sm90(x.device) else "any"
+    arch = INVARIANT.own_arch(x.device)
     # of a power of two: what is compiled must not change between the sizes that warm-up steps have
     key = {"m": triton.next_power_of_2(m), "n": n, "k": k, "itemsize": x.element_size(), "arch": arch}
     key["gated"] = "no" if activation is None else "yes"
     config = tuning.get_config("batch_invariant_linear", x.device, default_config, **key)
-    boxes = arch == "sm90" and _in_boxes(x, weight)
+    boxes = arch != "any" and _in_boxes(x, weight)
     block_m, block_n, block_k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
     _invariant_linear_kernel[(triton.cdiv(m, block_m) * triton.cdiv(n, block_n),)](
         _boxes(x, block_m, block_k) if boxes else x,
@@ -228,7 +229,7 @@ def _batch_invariant_linear(
     if x.shape[1] == 0:
         out.zero_() if bias is None else out.copy_(bias.expand_as(out))
         return
-    _launch(x, weight, bias, out)
+    launch(x, weight, bias, out)
 
 
 def _gated_reference(
@@ -253,34 +254,35 @@ def _batch_invariant_gated_linear(
     if x.shape[1] == 0:
         _gated_reference(x, weight, bias, out, activation)
         return
-    if chip.on_sm90(x.device):
-        from tritonllm.kernels.dense.sm90 import gated as sm90  # Gluon is not there for every GPU
-
-        if sm90.takes(x, weight, out):  # its sums are chains along K, too
-            sm90.launch_gated_sm90(x, weight, bias, out, activation)
-            return
-    _launch(x, weight, bias, out, activation)
+    whole = INVARIANT_GATED.own(x.device, x, weight, out)
+    if whole is not None:
+        whole.module.launch(x, weight, bias, out, activation)
+    else:
+        launch(x, weight, bias, out, activation)
 
 
-def takes_gated(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether a gated product is faster by :func:`launch_gated` than by any other kernel of ``linear``."""
+def pays_gated(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> bool:
+    """Whether a gated product of ``linear`` is faster so than by any other kernel."""
     rows, small = len(x), weight.numel() <= SMALL
     if small and (rows <= MAX_ROWS or 32 < rows <= 64):
         return False
-    most = MAX_GATED_SMALL if small else MAX_GATED
-    return MIN_GATED <= rows <= most and x.shape[1] > 0 and chip.on_sm90(x.device) and _in_boxes(x, weight)
+    return MIN_GATED <= rows <= (MAX_GATED_SMALL if small else MAX_GATED)
 
 
-def launch_gated(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    activation: str,
-    constant_weight: bool,
-) -> None:
-    """``out[M, I] = activation(gate) * up`` of ``x[M, K] @ weight[2 I, K].T + bias[2 I]``."""
-    _launch(x, weight, bias, out, activation, constant_weight)
+def fits_gated(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> bool:
+    return x.shape[1] > 0 and _in_boxes(x, weight)
+
+
+INVARIANT = Variants(
+    "batch_invariant_linear",
+    Variant("boxes", "dense/invariant.py", (90,)),  # tiles of its own, fetched by the copy engine if it can
+    Variant("pointers", "dense/invariant.py"),
+)
+INVARIANT_GATED = Variants(
+    "batch_invariant_linear, gated",
+    Variant("gated", "dense/sm90/gated.py", (90,), "fits", "pays"),  # its sums are chains along K, too
+    Variant("invariant", "dense/invariant.py"),
+)
 
 
 def multiply_invariantly(

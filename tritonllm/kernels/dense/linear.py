@@ -2,9 +2,8 @@
 
 Up to 64 rows, reading the weight bounds the product, and cuBLAS takes up to 1.7 times as long as that. A table says for
 each size which of three is fastest: `portable/rows.py` (one or two rows), `portable/tiles.py`, or cuBLAS between
-kernels of their own for the norm, the activation and the addition. More rows are cuBLAS's. But on Hopper, 2 to 16 rows
-of a layer whose weights are not large are multiplied by `sm90/few.py`, and gated products are those of `invariant.py`
-up to 256 rows, and from some thousand on those of `sm90/gated.py`.
+kernels of their own for the norm, the activation and the addition. More rows are cuBLAS's. On Hopper some of both go to
+kernels of their own (``LINEAR`` and ``GATED_LINEAR``).
 """
 
 import math
@@ -23,9 +22,9 @@ from tritonllm.kernels.dense.weight import Weight, elements
 from tritonllm.kernels.elementwise import ACTIVATIONS, act_and_mul, apply_activation, rms_norm
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.checks import check_same_dtype, check_scaled, check_tensor, require
-from tritonllm.kernels.runtime.chip import on_sm90
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch
 from tritonllm.kernels.runtime.registry import register_op, with_reference
+from tritonllm.kernels.runtime.variants import Variant, Variants
 
 MAX_M = 64
 MIN_BLOCK_N = 32  # of any configuration of `portable/tiles.py`
@@ -80,15 +79,10 @@ def _gate(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out:
     """The gated product: cuBLAS and a kernel after it; on Hopper mostly one launch."""
     activation = fused.activation
     assert activation is not None
-    if invariant.takes_gated(x, weight):
-        invariant.launch_gated(x, weight, bias, out, activation, fused.constant_weight)
+    whole = GATED_LINEAR.own(x.device, x, weight, out)
+    if whole is not None:
+        whole.module.launch(x, weight, bias, out, activation, fused.constant_weight)
         return
-    if on_sm90(x.device):
-        from tritonllm.kernels.dense.sm90 import gated as sm90  # Gluon is not there for every GPU
-
-        if sm90.takes(x, weight, out):
-            sm90.launch_gated_sm90(x, weight, bias, out, activation)
-            return
     y = x.new_empty(len(x), len(weight))
     _product(x, weight, bias, y)
     act_and_mul(y, activation, out=out)
@@ -117,17 +111,19 @@ def _by_torch(
         out.add_(y, alpha=scale)
 
 
-def _by_few(operands: Operands, fused: Fused) -> bool:
-    """Hopper's kernel of few rows, if it takes them."""
-    if not on_sm90(operands.weight.device):
-        return False
-    from tritonllm.kernels.dense.sm90 import few  # Gluon is not there for every GPU
-
-    x, weight, norm_weight = operands.x, operands.weight, operands.norm_weight
-    if not few.takes(x, weight, norm_weight, fused.together or 4 * weight.numel()):
-        return False
-    few.launch_few(operands, fused)
-    return True
+LINEAR = Variants(
+    "linear",
+    Variant("few", "dense/sm90/few.py", (90,), "fits", "pays"),
+    Variant("rows", "dense/portable/rows.py"),  # these and cuBLAS by dense/choice.py
+    Variant("tiles", "dense/portable/tiles.py"),
+    Variant("torch", "dense/linear.py"),
+)
+GATED_LINEAR = Variants(
+    "linear, gated",  # but for what "linear" has of up to 64 rows
+    Variant("invariant", "dense/invariant.py", (90,), invariant.fits_gated, invariant.pays_gated),
+    Variant("gated", "dense/sm90/gated.py", (90,), "fits", "pays"),
+    Variant("torch", "dense/linear.py"),
+)
 
 
 @register_op(mutates=("out", "workspace"), reference=_reference)
@@ -139,10 +135,12 @@ def _linear(operands: Operands, fused: Fused) -> None:
     if k == 0:  # sums of nothing: what is left is the bias
         _reference(operands._replace(norm_weight=None), fused)
         return
-    if _by_few(operands, fused):
+    few = LINEAR.own(x.device, x, weight, norm_weight, fused.together or 4 * weight.numel())
+    if few is not None:
+        few.module.launch(operands, fused)
         return
     config = TORCH
-    if m <= MAX_M and not (fused.gated and invariant.takes_gated(x, weight)):
+    if m <= MAX_M and not (fused.gated and GATED_LINEAR.own(x.device, x, weight, out)):
         key = {"m": triton.next_power_of_2(m), "n": weight.shape[0], "k": k, "itemsize": weight.dtype.itemsize}
         config = tuning.get_config("linear", x.device, default_config, **key, gated="yes" if fused.gated else "no")
     if config["kernel"] == "rows" and m <= MAX_ROWS:

@@ -15,12 +15,12 @@ import torch
 
 from tritonllm.kernels.dense.arguments import Fused, NextNorm, Operands
 from tritonllm.kernels.dense.linear import GATED, linear
-from tritonllm.kernels.dense.sm90.tile import Tile, fits
+from tritonllm.kernels.dense.sm90.tile import HopperTile, fits
 from tritonllm.kernels.dense.weight import Weight, elements
 from tritonllm.kernels.elementwise import ACTIVATIONS
 from tritonllm.kernels.runtime.checks import check_same_dtype, check_tensor, require
-from tritonllm.kernels.runtime.chip import on_sm90
 from tritonllm.kernels.runtime.registry import register_op, with_reference
+from tritonllm.kernels.runtime.variants import Variant, Variants
 
 MIN_M, MAX_M = 65, 256
 MIN_N = 1024  # rows of the weight: with fewer there are too few tiles
@@ -41,7 +41,7 @@ class Unnormed(NamedTuple):
     eps: float
 
 
-def tile_of(m: int, n: int, adds: bool) -> Tile:
+def tile_of(m: int, n: int, adds: bool) -> HopperTile:
     """The tile for ``m`` rows and ``n`` rows of a weight: about one for each of an H200's processors, and most of its
     shared memory for what is under way.
 
@@ -53,26 +53,31 @@ def tile_of(m: int, n: int, adds: bool) -> Tile:
     wide = n > 4096 and not adds
     if m > 128:
         if n < 3072:
-            return Tile(64, 32, 12, 88, False)
-        return Tile(128, 96, 7, 104, False) if wide else Tile(128, 64, 8, 104, False)
+            return HopperTile(64, 32, 12, 88, False)
+        return HopperTile(128, 96, 7, 104, False) if wide else HopperTile(128, 64, 8, 104, False)
     if n < 3072:
-        return Tile(64, 16, 20, 88, True) if n <= 1024 else Tile(64, 32, 12, 88, True)
-    return Tile(64, 96, 8, 112, True) if wide else Tile(64, 64, 12, 88, True)
+        return HopperTile(64, 16, 20, 88, True) if n <= 1024 else HopperTile(64, 32, 12, 88, True)
+    return HopperTile(64, 96, 8, 112, True) if wide else HopperTile(64, 64, 12, 88, True)
 
 
 def _pays(weight: torch.Tensor) -> bool:
-    """Whether a product of such a number of rows with such a weight is faster by the Hopper kernel."""
     return weight.shape[0] >= MIN_N and weight.numel() <= MAX_WEIGHT
 
 
-def takes(x: torch.Tensor, weight: torch.Tensor, gated: bool) -> bool:
-    """Whether the Hopper kernel computes such a product."""
-    return MIN_M <= len(x) <= MAX_M and _pays(weight) and on_sm90(x.device) and fits(x, weight, gated)
+def pays(x: torch.Tensor, weight: torch.Tensor, gated: bool) -> bool:
+    return MIN_M <= len(x) <= MAX_M and _pays(weight)
+
+
+MEDIUM = Variants(
+    "add_linear",  # and linear_unnormed
+    Variant("tiles", "dense/sm90/tiles.py", (90,), fits, pays),
+    Variant("linear", "dense/linear.py"),
+)
 
 
 def rows_that_begin_norms(device: torch.device) -> range:
     """The numbers of rows for which :func:`add_linear` and :func:`linear_unnormed` may pay on ``device``."""
-    return range(MIN_M, MAX_M + 1) if on_sm90(device) else range(0)
+    return range(MIN_M, MAX_M + 1) if MEDIUM.own_rows(device) else range(0)
 
 
 def begins_norms(weight: torch.Tensor) -> bool:
@@ -99,10 +104,9 @@ def _leave_norm(stream: torch.Tensor, after: NextNorm) -> None:
 @register_op(mutates=("out", "scaled", "next_squares"), reference=_add_reference)
 def _add_linear(operands: Operands, fused: Fused, after: NextNorm) -> None:
     x, weight, bias, _, stream, _ = operands
-    if takes(x, weight, False):
-        from tritonllm.kernels.dense.sm90.tiles import launch_tiles_sm90  # Gluon is not there for every GPU
-
-        launch_tiles_sm90(operands, fused, tile_of(len(x), len(weight), True), after=after)
+    tiles = MEDIUM.own(x.device, x, weight, False)
+    if tiles is not None:
+        tiles.module.launch(operands, fused, tile_of(len(x), len(weight), True), after=after)
         return
     linear(x, weight, bias, residual=stream, scale=fused.scale, constant_weight=fused.constant_weight)
     _leave_norm(stream, after)
@@ -127,10 +131,9 @@ def _unnormed_reference(squares: torch.Tensor, operands: Operands, fused: Fused)
 @register_op(mutates=("out",), reference=_unnormed_reference)
 def _linear_unnormed(squares: torch.Tensor, operands: Operands, fused: Fused) -> None:
     scaled, weight, bias, _, out, _ = operands
-    if takes(scaled, weight, fused.gated):
-        from tritonllm.kernels.dense.sm90.tiles import launch_tiles_sm90
-
-        launch_tiles_sm90(operands, fused, tile_of(len(scaled), len(weight), False), squares)
+    tiles = MEDIUM.own(scaled.device, scaled, weight, fused.gated)
+    if tiles is not None:
+        tiles.module.launch(operands, fused, tile_of(len(scaled), len(weight), False), squares)
         return
     how: dict[str, Any] = {
         "activation": fused.activation,
@@ -155,7 +158,7 @@ def _outputs(
     check_same_dtype("stream", stream, "x", x)
     check_tensor("norm_weight", norm_weight, (n,), like=x)
     terms = 1
-    if takes(x, weight, False):  # one for each tile
+    if MEDIUM.own(x.device, x, weight, False):  # one for each tile
         terms = -(-n // tile_of(m, n, True).block_n)
     return torch.empty((m, n), dtype=x.dtype, device=x.device), torch.empty(terms, m, device=x.device)
 

@@ -9,8 +9,8 @@ from tritonllm.kernels.elementwise.activation import (
     activate,
     apply_activation,
 )
-from tritonllm.kernels.elementwise.arguments import Norm
-from tritonllm.kernels.elementwise.cpu import Turn, normalized, turn_of, turned
+from tritonllm.kernels.elementwise.arguments import NormOptions
+from tritonllm.kernels.elementwise.cpu import Rotation, normalized, turn_of, turned
 from tritonllm.kernels.elementwise.gated_activation import GATED_ACTIVATIONS, gated, gated_reference
 from tritonllm.kernels.elementwise.logits import tanh_series
 from tritonllm.kernels.elementwise.norm import check_affine, rms_norm
@@ -27,8 +27,8 @@ from tritonllm.kernels.elementwise.rope import (
 __all__ = [
     "ACTIVATIONS",
     "GATED_ACTIVATIONS",
-    "Norm",
-    "Turn",
+    "NormOptions",
+    "Rotation",
     "act_and_mul",
     "activate",
     "apply_activation",

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 
-class Norm(NamedTuple):
+class NormOptions(NamedTuple):
     """How rows are normalised."""
 
     weight: torch.Tensor | None  # [N] or [H, N]

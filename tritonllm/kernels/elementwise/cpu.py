@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from tritonllm.kernels.elementwise.arguments import Norm, Rows
+from tritonllm.kernels.elementwise.arguments import NormOptions, Rows
 
 
-def normalize(given: Rows, norm: Norm) -> bool:
+def normalize(given: Rows, norm: NormOptions) -> bool:
     """The operator ``norm``; not into float8, and not with weights for each head."""
     affine = [t for t in (norm.weight, norm.bias) if t is not None]
     if given.scale is not None or any(t.dim() != 1 for t in affine):
@@ -25,7 +25,7 @@ def normalize(given: Rows, norm: Norm) -> bool:
     return True
 
 
-def layer_normalized(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+def layer_normalized(x: torch.Tensor, norm: NormOptions) -> torch.Tensor:
     """LayerNorm as a new tensor, with the dtype of ``x`` or float32."""
     weight, bias = norm.weight, norm.bias
     if any(t is not None and t.dtype != x.dtype for t in (weight, bias)):
@@ -33,7 +33,7 @@ def layer_normalized(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     return F.layer_norm(x, x.shape[-1:], weight, bias, norm.eps)
 
 
-def normalized(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+def normalized(x: torch.Tensor, norm: NormOptions) -> torch.Tensor:
     """RMSNorm as a new tensor, with the dtype of ``x`` or float32."""
     weight = norm.weight
     assert weight is not None
@@ -57,7 +57,7 @@ def act_and_mul(x: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tens
     return activation(gate).mul_(up).to(x.dtype)
 
 
-class Turn(NamedTuple):
+class Rotation(NamedTuple):
     """Angles of a step's tokens: an element is multiplied by ``same``, and its partner by ``other``."""
 
     same: torch.Tensor
@@ -65,14 +65,14 @@ class Turn(NamedTuple):
     interleaved: bool
 
 
-def turn_of(positions: torch.Tensor, cos_sin_cache: torch.Tensor, interleaved: bool) -> Turn:
+def turn_of(positions: torch.Tensor, cos_sin_cache: torch.Tensor, interleaved: bool) -> Rotation:
     """The rows of a table, ``[T, 1, 1, half]`` and ``[T, 1, 2, half]``; interleaved with the last two exchanged."""
     cos, sin = cos_sin_cache.index_select(0, positions)[:, None].float().chunk(2, dim=-1)
     pair = -1 if interleaved else -2
-    return Turn(cos.unsqueeze(pair), torch.stack((-sin, sin), dim=pair), interleaved)
+    return Rotation(cos.unsqueeze(pair), torch.stack((-sin, sin), dim=pair), interleaved)
 
 
-def turned(x: torch.Tensor, turn: Turn) -> torch.Tensor:
+def turned(x: torch.Tensor, turn: Rotation) -> torch.Tensor:
     """``x[T, H, D]`` with the beginning of each head turned by its token's angles, as a new tensor."""
     rotary = 2 * turn.same.shape[-2 if turn.interleaved else -1]
     out = torch.empty(x.shape, dtype=x.dtype)

@@ -6,7 +6,7 @@ Ba, Kiros and Hinton, "Layer Normalization" (2016).
 
 import torch
 
-from tritonllm.kernels.elementwise.arguments import Norm
+from tritonllm.kernels.elementwise.arguments import NormOptions
 from tritonllm.kernels.elementwise.norm import add_and_normalize, check_affine, check_input, normalize
 from tritonllm.kernels.runtime.checks import check_tensor
 from tritonllm.kernels.runtime.registry import with_reference
@@ -51,7 +51,7 @@ def layer_norm(
     """
     check_input(x, out)
     _check_affine(x, weight, bias)
-    return normalize(x, Norm(weight, bias, eps, mean=True), out)
+    return normalize(x, NormOptions(weight, bias, eps, mean=True), out)
 
 
 layer_norm_ref = with_reference(layer_norm)
@@ -90,7 +90,7 @@ def fused_add_layer_norm(
     check_input(x)
     check_tensor("residual", residual, x.shape, like=x)
     _check_affine(x, weight, bias)
-    return add_and_normalize(x, residual, Norm(weight, bias, eps, mean=True), x_scale)
+    return add_and_normalize(x, residual, NormOptions(weight, bias, eps, mean=True), x_scale)
 
 
 fused_add_layer_norm_ref = with_reference(fused_add_layer_norm)

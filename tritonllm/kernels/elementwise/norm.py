@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from tritonllm.kernels.elementwise import cpu
-from tritonllm.kernels.elementwise.arguments import Norm, Rows
+from tritonllm.kernels.elementwise.arguments import NormOptions, Rows
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.checks import check_tensor, require
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
@@ -165,7 +165,7 @@ def _strides(t: torch.Tensor) -> tuple[int, int, int]:
     return 1, t.stride(0), 0
 
 
-def _reference(given: Rows, norm: Norm) -> None:
+def _reference(given: Rows, norm: NormOptions) -> None:
     x, residual, out, scale, x_scale = given
     dtype = x.dtype
     if residual is not None:
@@ -185,7 +185,7 @@ def _reference(given: Rows, norm: Norm) -> None:
 
 
 @register_op(mutates=("residual", "out", "scale"), reference=_reference, cpu=cpu.normalize)
-def _norm(given: Rows, norm: Norm) -> None:
+def _norm(given: Rows, norm: NormOptions) -> None:
     x, residual, out, scale, x_scale = given
     if x.numel() == 0:
         return
@@ -248,7 +248,7 @@ def check_affine(name: str, t: torch.Tensor, x: torch.Tensor) -> None:
     require(not per_head or t.is_contiguous(), f"{name} must be contiguous if it has a row for each head")
 
 
-def normalize(x: torch.Tensor, norm: Norm, out: torch.Tensor | None = None) -> torch.Tensor:
+def normalize(x: torch.Tensor, norm: NormOptions, out: torch.Tensor | None = None) -> torch.Tensor:
     """The norm of ``x`` in ``out`` or a new tensor. Checks nothing: a layer's tensors fit in every step."""
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -260,7 +260,7 @@ def normalize(x: torch.Tensor, norm: Norm, out: torch.Tensor | None = None) -> t
 def add_and_normalize(
     x: torch.Tensor,
     residual: torch.Tensor,
-    norm: Norm,
+    norm: NormOptions,
     x_scale: float,
     quantized: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -303,7 +303,7 @@ def rms_norm(
     """
     check_input(x, out)
     check_affine("weight", weight, x)
-    return normalize(x, Norm(weight, None, eps, weight_offset), out)
+    return normalize(x, NormOptions(weight, None, eps, weight_offset), out)
 
 
 rms_norm_ref = with_reference(rms_norm)
@@ -342,7 +342,7 @@ def fused_add_rms_norm(
     check_input(x)
     check_tensor("residual", residual, x.shape, like=x)
     check_affine("weight", weight, x)
-    return add_and_normalize(x, residual, Norm(weight, None, eps, weight_offset), x_scale)
+    return add_and_normalize(x, residual, NormOptions(weight, None, eps, weight_offset), x_scale)
 
 
 fused_add_rms_norm_ref = with_reference(fused_add_rms_norm)

@@ -155,7 +155,7 @@ def fused_add_rms_norm_quantize(
     """
     _check_norm(x, residual, weight)
     quantized = empty_rows(x, x.shape[-1])
-    norm.add_and_normalize(x, residual, norm.Norm(weight, None, eps, weight_offset), x_scale, quantized)
+    norm.add_and_normalize(x, residual, norm.NormOptions(weight, None, eps, weight_offset), x_scale, quantized)
     return *quantized, residual
 
 

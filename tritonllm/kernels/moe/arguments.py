@@ -15,7 +15,7 @@ class Experts(NamedTuple):
     activation: str
 
 
-class Choice(NamedTuple):
+class ExpertChoice(NamedTuple):
     """The experts that were chosen for each token, and their weights."""
 
     weights: torch.Tensor

@@ -1,6 +1,6 @@
 """Mixture of experts, second half: the experts' gated MLPs, and each token's weighted sum of them.
 
-Three ways; the configuration's ``kernel`` says which (:func:`tritonllm.kernels.moe.tiles.default_config`):
+Three ways; the configuration's ``kernel`` says which (``FUSED_MOE`` of :mod:`tritonllm.kernels.moe.tiles`):
 
 - ``direct`` (:mod:`tritonllm.kernels.moe.portable.direct`), for a token or two: no grouping, a program for some columns
   of one pair (token, expert), and of one token for the second product and the sum;
@@ -21,11 +21,11 @@ import triton
 import triton.language as tl
 
 from tritonllm.kernels.dense import Weight, elements, row_by_row
-from tritonllm.kernels.elementwise import GATED_ACTIVATIONS, Norm, check_affine, gated_reference
-from tritonllm.kernels.moe.arguments import Choice, Experts, Result, map_size
+from tritonllm.kernels.elementwise import GATED_ACTIVATIONS, NormOptions, check_affine, gated_reference
+from tritonllm.kernels.moe.arguments import ExpertChoice, Experts, Result, map_size
 from tritonllm.kernels.moe.grouping import expert_of_pairs, group_by_expert
 from tritonllm.kernels.moe.portable import direct, products
-from tritonllm.kernels.moe.tiles import config_key, default_config, eviction_policy, invariant_config
+from tritonllm.kernels.moe.tiles import FUSED_MOE, config_key, eviction_policy, invariant_config
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.checks import check_same_dtype, check_scaled, check_tensor, require
 from tritonllm.kernels.runtime.chip import processors
@@ -92,7 +92,7 @@ def _one_expert(rows: torch.Tensor, experts: Experts, expert: int) -> torch.Tens
     return row if down_bias is None else row + down_bias[expert]
 
 
-def _reference(x: torch.Tensor, experts: Experts, choice: Choice, result: Result, batch_invariant: bool) -> None:
+def _reference(x: torch.Tensor, experts: Experts, choice: ExpertChoice, result: Result, batch_invariant: bool) -> None:
     weights, ids, expert_map = choice
     local = ids
     if expert_map is not None:
@@ -116,7 +116,7 @@ def _reference(x: torch.Tensor, experts: Experts, choice: Choice, result: Result
     normalise(result, batch_invariant)
 
 
-def _launch_products(x: torch.Tensor, experts: Experts, choice: Choice, config: tuning.Config) -> torch.Tensor:
+def _launch_products(x: torch.Tensor, experts: Experts, choice: ExpertChoice, config: tuning.Config) -> torch.Tensor:
     """The row of each pair that has an expert: ``y [T * k, N]``."""
     ids, expert_map = choice.ids, choice.expert_map
     (pairs, top_k), (num_experts, n, i) = (ids.numel(), ids.shape[1]), experts.w_down.shape
@@ -125,8 +125,7 @@ def _launch_products(x: torch.Tensor, experts: Experts, choice: Choice, config: 
     keep_h, keep_y = eviction_policy(h, top_k), eviction_policy(y, top_k)
     config = dict(config)
     if config.pop("kernel") == "sm90":
-        from tritonllm.kernels.moe.sm90 import products as sm90  # Gluon is not there for every GPU
-
+        sm90 = FUSED_MOE.named["sm90"].module
         blocks = group_by_expert(ids, num_experts, config["PAIRS"] + config["TAIL"], expert_map, unit=sm90.UNIT)
         programs = processors(x.device)
         sm90.launch_gate_up(x, experts, h, blocks, top_k, keep_h, programs, config)
@@ -139,7 +138,7 @@ def _launch_products(x: torch.Tensor, experts: Experts, choice: Choice, config: 
 
 
 @register_op(mutates=("out", "normed"), reference=_reference)
-def _fused_moe(x: torch.Tensor, experts: Experts, choice: Choice, result: Result, batch_invariant: bool) -> None:
+def _fused_moe(x: torch.Tensor, experts: Experts, choice: ExpertChoice, result: Result, batch_invariant: bool) -> None:
     weights, ids, expert_map = choice
     tokens, top_k = ids.shape
     if tokens == 0:
@@ -150,7 +149,7 @@ def _fused_moe(x: torch.Tensor, experts: Experts, choice: Choice, result: Result
     if batch_invariant:
         config = invariant_config(**key)
     else:
-        config = tuning.get_config("fused_moe", x.device, default_config, **key)
+        config = tuning.get_config("fused_moe", x.device, FUSED_MOE.default_config, **key)
     if config["kernel"] == "direct":
         direct.launch(x, experts, choice, result)
     else:
@@ -177,7 +176,7 @@ def _fused_moe(x: torch.Tensor, experts: Experts, choice: Choice, result: Result
 def normalise(result: Result, batch_invariant: bool = False) -> None:
     """The norm of what is written, if it is asked for, in a launch of its own."""
     if result.normed is not None:
-        norm = Norm(result.norm_weight, None, result.norm_eps, result.norm_offset, False, batch_invariant)
+        norm = NormOptions(result.norm_weight, None, result.norm_eps, result.norm_offset, False, batch_invariant)
         OPS["norm"](result.out, None, result.normed, None, 1.0, *norm)
 
 
@@ -245,7 +244,7 @@ def check_map(x: torch.Tensor, expert_map: torch.Tensor | None, batch_invariant:
     )
 
 
-def _check_choice(x: torch.Tensor, choice: Choice, batch_invariant: bool) -> None:
+def _check_choice(x: torch.Tensor, choice: ExpertChoice, batch_invariant: bool) -> None:
     weights, ids, expert_map = choice
     check_tensor("ids", ids, (len(x), "k"), dtype=(torch.int32, torch.int64), like=x)
     require(ids.shape[1] > 0, "ids must have at least one expert for each token, got none")
@@ -311,7 +310,7 @@ def fused_moe(
     check_scaled(scale, residual)
     weights_of = elements("w_gate_up", w_gate_up), elements("w_down", w_down)
     experts = Experts(*weights_of, gate_up_bias, down_bias, activation)
-    choice = Choice(weights, ids, expert_map)
+    choice = ExpertChoice(weights, ids, expert_map)
     check_experts(x, experts, residual)
     _check_choice(x, choice, batch_invariant)
     result = make_result(x, residual, scale, norm_weight, norm_eps, norm_weight_offset, out)

@@ -8,11 +8,11 @@ cannot be asked for before.
 import torch
 
 from tritonllm.kernels.dense import Weight, elements
-from tritonllm.kernels.moe.arguments import Choice, Experts, Result, Rule, map_size
+from tritonllm.kernels.moe.arguments import ExpertChoice, Experts, Result, Rule, map_size
 from tritonllm.kernels.moe.experts import check_experts, check_map, make_result, normalise
 from tritonllm.kernels.moe.portable import direct
 from tritonllm.kernels.moe.route import check_routing, routing_constants
-from tritonllm.kernels.moe.tiles import config_key, default_config
+from tritonllm.kernels.moe.tiles import FUSED_MOE, config_key
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.checks import check_scaled, check_tensor
 from tritonllm.kernels.runtime.registry import OPS, register_op, with_reference
@@ -35,7 +35,7 @@ def _choose(
     weights = torch.empty((len(x), top_k), dtype=torch.float32, device=x.device)
     ids = torch.empty_like(weights, dtype=torch.int32)
     OPS["moe_route"](logits, correction_bias, weights, ids, *rule)
-    OPS["fused_moe"](x, *experts, *Choice(weights, ids, expert_map), *result, rule.batch_invariant)
+    OPS["fused_moe"](x, *experts, *ExpertChoice(weights, ids, expert_map), *result, rule.batch_invariant)
 
 
 @register_op(mutates=("out", "normed"), reference=_choose)
@@ -55,7 +55,7 @@ def _moe_from_logits(
     chooses_itself = rule.num_groups == 1 and expert_map is None and not rule.batch_invariant
     if tokens == 1 and chooses_itself and x.shape[1] <= MAX_HIDDEN:
         key = config_key(x, experts, top_k, num_experts)
-        if tuning.get_config("fused_moe", x.device, default_config, **key)["kernel"] == "direct":
+        if tuning.get_config("fused_moe", x.device, FUSED_MOE.default_config, **key)["kernel"] == "direct":
             constants = routing_constants(num_experts, rule)
             direct.launch(
                 x, experts, direct.Routing(logits, correction_bias, rule.routing_scale, top_k, constants), result

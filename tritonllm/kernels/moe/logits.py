@@ -84,7 +84,7 @@ def default_config(experts: int, k: int) -> tuning.Config:
     return {"BLOCK_N": rows, "BLOCK_K": block, "num_warps": max(1, min(8, rows * block // 512))}
 
 
-class Router(NamedTuple):
+class RouterOperands(NamedTuple):
     """What the operator reads and writes; see :func:`moe_logits`."""
 
     x: torch.Tensor
@@ -98,7 +98,7 @@ class Router(NamedTuple):
     constant_weight: bool
 
 
-def _reference(router: Router) -> None:
+def _reference(router: RouterOperands) -> None:
     x, norm_weight, weight, bias, logits, normed, eps, norm_offset, _ = router
     y = rms_norm(x.float(), norm_weight, eps, weight_offset=norm_offset)
     normed.copy_(y)
@@ -108,7 +108,7 @@ def _reference(router: Router) -> None:
 
 
 @register_op(mutates=("logits", "normed"), reference=_reference)
-def _moe_logits(router: Router) -> None:
+def _moe_logits(router: RouterOperands) -> None:
     x, norm_weight, weight, bias, logits, normed, eps, norm_offset, constant_weight = router
     (tokens, k), experts = x.shape, weight.shape[0]
     if tokens == 0:

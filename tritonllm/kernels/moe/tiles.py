@@ -6,7 +6,8 @@ import torch
 import triton
 
 from tritonllm.kernels.moe.arguments import Experts
-from tritonllm.kernels.runtime import chip, tuning
+from tritonllm.kernels.runtime import tuning
+from tritonllm.kernels.runtime.variants import Variant, Variants
 
 # Loads of 16 bytes need rows that are a multiple of 16 elements; without them, and in float32, tiles stay small.
 SMALL_TILE = {"BLOCK_N": 32, "BLOCK_K": 32, "GROUP_M": 1, "num_warps": 4, "num_stages": 2}
@@ -19,11 +20,14 @@ TILES = {  # by BLOCK_M; 60 to 150 KB of loads in flight on an SM
 SM90_SHARE = 32  # pairs an expert from which the Hopper kernel wins; below, weights bound both
 
 
-def portable_config(pairs: int, experts: int, n: int, i: int, itemsize: int, activation: str) -> tuning.Config:
+def portable_config(
+    tokens: int, top_k: int, experts: int, n: int, i: int, itemsize: int, activation: str
+) -> tuning.Config:
     """One tile for both products. BLOCK_M holds an expert's share of the pairs and a quarter more, so that most weights
     are read once; long rows pay for a deeper pipeline (16 tokens of E8 643 us with five stages, 670 with four; E128
     202 and 200).
     """
+    pairs = tokens * top_k
     small = itemsize == 4 or n % 16 != 0 or i % 16 != 0
     share = triton.next_power_of_2(triton.cdiv(5 * pairs, 4 * experts))
     block_m = max(16, min(share, 32 if small else 128))
@@ -43,15 +47,16 @@ def invariant_config(
     Their sums are one chain along K in every tile, as those of `kernels/dense/invariant.py`, so the tile may follow the
     number of pairs. The direct kernels cut a sum among their threads. From no table, since an entry may name those.
     """
-    return portable_config(tokens * top_k, experts, n, i, itemsize, activation)
+    return portable_config(tokens, top_k, experts, n, i, itemsize, activation)
 
 
-def sm90_config(pairs: int, experts: int) -> tuning.Config:
+def sm90_config(tokens: int, top_k: int, experts: int) -> tuning.Config:
     """A tile holds all pairs of most experts, up to 288: then each weight is read once; larger shares are cut in 272.
 
     E8, 1024 tokens: tiles of up to 288 leave the second product 256 tiles for 132 processors, two rounds instead of
     three with 272 (374 us instead of 458).
     """
+    pairs = tokens * top_k
     share = 5 * pairs / (4 * experts)
     tiles = {80: (64, 16, 8), 128: (128, 0, 6)}
     wide = (256, 32, 4) if pairs <= 288 * experts else (256, 16, 4)
@@ -77,29 +82,28 @@ def eviction_policy(out: torch.Tensor, top_k: int) -> str:
     return "evict_last" if most <= 16e6 else ""
 
 
-def default_config(
-    tokens: int, top_k: int, experts: int, n: int, i: int, itemsize: int, activation: str, arch: str
-) -> tuning.Config:
-    """The kernels that are faster, ``kernel``, and their tile (the direct kernels have tables of their own).
+def _direct_pays(tokens: int, top_k: int, experts: int) -> bool:
+    """One token's pairs share no expert, so there is nothing to group; with few experts for two tokens grouping wins:
+    E8 295 us against 312, but E128 46 against 38."""
+    return tokens == 1 or 8 * tokens * top_k <= experts
 
-    One token's pairs share no expert, so there is nothing to group; with few experts for two tokens grouping wins: E8
-    295 us against 312, but E128 46 against 38. ``arch``: ``"sm90"`` where the Hopper kernel can be had.
-    """
-    pairs = tokens * top_k
-    if tokens == 1 or 8 * pairs <= experts:
-        return {"kernel": "direct"}
-    if arch == "sm90" and pairs >= SM90_SHARE * experts:
-        return sm90_config(pairs, experts)
-    return portable_config(pairs, experts, n, i, itemsize, activation)
+
+def _sm90_pays(tokens: int, top_k: int, experts: int) -> bool:
+    return tokens * top_k >= SM90_SHARE * experts
+
+
+# The direct kernels have tables of their own.
+FUSED_MOE = Variants(
+    "fused_moe",
+    Variant("direct", "moe/portable/direct.py", pays=_direct_pays),
+    Variant("sm90", "moe/sm90/products.py", (90,), "fits", _sm90_pays, sm90_config),
+    Variant("portable", "moe/portable/products.py", config=portable_config),
+)
 
 
 def config_key(x: torch.Tensor, experts: Experts, top_k: int, num_ids: int) -> dict[str, Any]:
     """What a configuration depends on. ``num_ids``: experts here and elsewhere; those elsewhere take their share."""
-    arch = "any"
-    if chip.on_sm90(x.device):
-        from tritonllm.kernels.moe.sm90 import products as sm90  # Gluon is not there for every GPU
-
-        arch = "sm90" if sm90.fits(x, experts.w_gate_up, experts.w_down) else "any"
+    arch = FUSED_MOE.own_arch(x.device, x, experts.w_gate_up, experts.w_down)
     n, i = experts.w_down.shape[1:]
     sizes = {
         "tokens": at_most(len(x)),

@@ -53,12 +53,6 @@ def processors(device: torch.device) -> int:
     return 132 if chip is None else chip.processors
 
 
-def on_sm90(device: torch.device) -> bool:
-    """A Hopper GPU, whose Gluon kernels no other runs."""
-    chip = chip_of(device)
-    return chip is not None and chip.backend == "cuda" and chip.arch == 90
-
-
 def on_amd(device: torch.device) -> bool:
     """A GPU of AMD, which knows no register limit and no dependent launch."""
     chip = chip_of(device)

@@ -151,7 +151,7 @@ def _lookup(slug: str | None, op: str, default: Callable[..., Config], key: tupl
     return _choose(slug, op, default, dict(key))[0]
 
 
-class Choice(NamedTuple):
+class ConfigChoice(NamedTuple):
     """The launch configuration that an operation asked for.
 
     Attributes:
@@ -167,18 +167,18 @@ class Choice(NamedTuple):
     reason: str
 
 
-class _Watch:
+class _ChoiceWatch:
     """Notes choices, each with its reason."""
 
     def __init__(self) -> None:
-        self.choices: list[Choice] = []
+        self.choices: list[ConfigChoice] = []
         self._reasons: dict[Any, str] = {}  # to find one takes as long as a search in a table
 
     def note(self, slug: str | None, op: str, default: Callable[..., Config], key: Key, config: Config) -> None:
         asked = slug, op, default, tuple(key.items())
         if asked not in self._reasons:
             self._reasons[asked] = _choose(slug, op, default, key)[1]
-        self.choices.append(Choice(op, key, config, self._reasons[asked]))
+        self.choices.append(ConfigChoice(op, key, config, self._reasons[asked]))
 
 
 class _Override:
@@ -193,11 +193,11 @@ class _Override:
         return self.config(**key) if callable(self.config) else self.config
 
 
-_seams: list[_Watch | _Override] = []  # while it is empty, a launch pays nothing for them but to see that
+_seams: list[_ChoiceWatch | _Override] = []  # while it is empty, a launch pays nothing for them but to see that
 
 
 @contextmanager
-def _present(seam: _Watch | _Override) -> Iterator[None]:
+def _present(seam: _ChoiceWatch | _Override) -> Iterator[None]:
     _seams.append(seam)
     try:
         yield
@@ -206,9 +206,9 @@ def _present(seam: _Watch | _Override) -> Iterator[None]:
 
 
 @contextmanager
-def watched() -> Iterator[list[Choice]]:
+def watched() -> Iterator[list[ConfigChoice]]:
     """Inside the block, all choices of this process's launches are noted in the list, each with its reason."""
-    watch = _Watch()
+    watch = _ChoiceWatch()
     with _present(watch):
         yield watch.choices
 
@@ -233,7 +233,7 @@ def _config_with_seams(device: torch.device, op: str, default: Callable[..., Con
     slug = _slug_of(device)
     config = _lookup(slug, op, default, tuple(key.items()))
     for seam in _seams:
-        if isinstance(seam, _Watch):
+        if isinstance(seam, _ChoiceWatch):
             seam.note(slug, op, default, key, config)
     return config
 

@@ -211,7 +211,7 @@ def default_config(vocab: int) -> tuning.Config:
     return {"CAPACITY": capacity, "TILE": min(32, groups), "num_warps": 8, "maxnreg": 255}
 
 
-class Parts(NamedTuple):
+class LogitParts(NamedTuple):
     """Rows of logits of which several ranks, whose GPUs reach each other's memory, have some columns each.
 
     Each rank's memory has the same layout, so one distance leads from a rank's logits, maxima and sums to another's.
@@ -234,7 +234,7 @@ def draw_limited_rows(
     group_max: torch.Tensor,
     group_sum: torch.Tensor,
     out: torch.Tensor,
-    parts: Parts | None = None,
+    parts: LogitParts | None = None,
 ) -> None:
     """The two launches, with the arguments of ``draw.draw_rows`` and what it returned.
 

@@ -16,11 +16,11 @@ from tritonllm.kernels.runtime.checks import check_tensor, require
 from tritonllm.kernels.runtime.random import STREAM_GROUP, STREAM_TOKEN
 from tritonllm.kernels.runtime.registry import register_op, with_reference
 from tritonllm.kernels.sampling.common import GROUP, MIN_TEMPERATURE, STEP, Parameters, draw_ref
-from tritonllm.kernels.sampling.limited import Parts, draw_limited_rows
+from tritonllm.kernels.sampling.limited import LogitParts, draw_limited_rows
 from tritonllm.kernels.sampling.sample import check_parameters, log_weights_ref
 
 
-def _whole_ref(logits: torch.Tensor, parts: Parts) -> torch.Tensor:
+def _whole_ref(logits: torch.Tensor, parts: LogitParts) -> torch.Tensor:
     """``[R, vocab]``, of ranks that are all in one piece of memory."""
     shape, stride, start = logits.shape, logits.stride(), logits.storage_offset()
     own = [torch.as_strided(logits, shape, stride, start + STEP.value * step) for step in parts.rank_steps.tolist()]
@@ -33,7 +33,7 @@ def _reference(
     group_sum: torch.Tensor,
     out: torch.Tensor,
     parameters: Parameters,
-    parts: Parts,
+    parts: LogitParts,
 ) -> None:
     temperature, top_k, top_p, min_p, seeds, steps = parameters
     limited = torch.zeros_like(out, dtype=torch.bool)
@@ -57,7 +57,7 @@ def _sample_limited_shards(
     group_sum: torch.Tensor,
     out: torch.Tensor,
     parameters: Parameters,
-    parts: Parts,
+    parts: LogitParts,
 ) -> None:
     if len(logits) and any(limit is not None for limit in parameters.limits):
         draw_limited_rows(logits.unsqueeze(1), parameters, None, group_max, group_sum, out, parts)

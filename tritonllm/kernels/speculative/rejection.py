@@ -38,7 +38,7 @@ from tritonllm.kernels.speculative.draft_path import (
 from tritonllm.kernels.speculative.judge import judge, judge_ref
 
 
-class Chain(NamedTuple):
+class DraftChain(NamedTuple):
     """Drafts one after the other, and the verdict on them."""
 
     draft_ids: torch.Tensor
@@ -72,7 +72,7 @@ def sample_rows_ref(target_logits: torch.Tensor, parameters: Parameters, offsets
     return tokens.view(batch, positions)
 
 
-def _reference(chain: Chain, parameters: Parameters) -> None:
+def _reference(chain: DraftChain, parameters: Parameters) -> None:
     draft_ids, draft_probs, target_logits, _, ids, accepted = chain
     tokens = sample_rows_ref(target_logits, parameters, torch.arange(ids.shape[1], device=ids.device))
     if draft_probs is not None:
@@ -81,7 +81,7 @@ def _reference(chain: Chain, parameters: Parameters) -> None:
 
 
 @register_op(mutates=("workspace", "ids", "accepted"), reference=_reference)
-def _rejection_sample(chain: Chain, parameters: Parameters) -> None:
+def _rejection_sample(chain: DraftChain, parameters: Parameters) -> None:
     draft_ids, draft_probs, target_logits, workspace, ids, accepted = chain
     if len(ids) == 0:
         return

@@ -51,7 +51,7 @@ def watched_launches() -> Iterator[list[Launch]]:
         CompiledKernel.launch_metadata = plain
 
 
-def reason_of(func: Any, args: Any, kwargs: Any, choices: tuple[tuning.Choice, ...]) -> str:
+def reason_of(func: Any, args: Any, kwargs: Any, choices: tuple[tuning.ConfigChoice, ...]) -> str:
     """Why this implementation of an operation ran."""
     name, first = name_of(func), next(tensors_in([*args, *kwargs.values()]), None)
     on_cpu = first is None or first.device.type == "cpu"

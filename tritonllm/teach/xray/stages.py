@@ -81,7 +81,7 @@ class Operation:
     layer: int | None
     stage: str
     shapes: str
-    choices: tuple[tuning.Choice, ...]
+    choices: tuple[tuning.ConfigChoice, ...]
     launches: tuple[Launch, ...]
     reason: str
     seconds: float

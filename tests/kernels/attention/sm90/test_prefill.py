@@ -5,6 +5,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from support.attention import Problem, make_problem
+from support.chips import chosen_for
 from support.compare import assert_close, assert_logs_close, poisoned
 from support.marks import hopper
 
@@ -14,7 +15,7 @@ from tritonllm.kernels.attention.arguments import Options, Pages, Queries
 from tritonllm.kernels.attention.common import check_attention
 from tritonllm.kernels.attention.sm90 import decode
 from tritonllm.kernels.attention.sm90 import prefill as sm90
-from tritonllm.kernels.runtime import chip, tuning
+from tritonllm.kernels.runtime import tuning
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -64,7 +65,7 @@ def check(p: Problem, causal: bool, taken=sm90) -> None:
     want, want_lse = varlen_prefill_attention_ref(*p.exact().prefill, **keywords)
     assert_close(out, want, p.q.dtype)
     assert_logs_close(lse, want_lse, p.q.dtype)
-    with patch.object(chip, "on_sm90", return_value=False):
+    with chosen_for(None):
         other, _ = varlen_prefill_attention(*p.prefill, **keywords)
     assert_close(out, other.float(), p.q.dtype)
 
@@ -192,7 +193,7 @@ def test_which_kernel_few_rows_get():
         q = torch.empty(tokens, 8 * groups, 128, dtype=BF16)  # groups of 4
         queries = Queries(q, torch.empty(2, dtype=torch.int32), longest, causal)
         args = check_attention(q, Pages(k, v, tables, lens), Options(None, None, 0.0), None, False, batch=1)
-        with patch.object(chip, "on_sm90", return_value=True):
+        with chosen_for(90):
             return prefill._config_key(queries, Pages(k, v, tables, lens), args)["few"]
 
     assert [few(9, 8), few(9, 9), few(9, 8, causal=False)] == ["decode", "split", "split"]

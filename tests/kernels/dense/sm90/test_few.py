@@ -8,16 +8,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.captured_chain import assert_waits_for_what_it_reads
+from support.chips import chosen_for
 from support.compare import assert_close, poisoned, with_row_padding
 from support.examples import examples
 
 from tritonllm.kernels import linear, linear_ref
 from tritonllm.kernels.dense import linear as dense_linear
-from tritonllm.kernels.dense.arguments import Fused, Operands
 from tritonllm.kernels.dense.invariant import SMALL
 from tritonllm.kernels.dense.linear import ACTIVATIONS, GATED
 from tritonllm.kernels.dense.sm90 import few
-from tritonllm.kernels.runtime import chip, tuning
+from tritonllm.kernels.runtime import tuning
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -31,8 +31,12 @@ def make(m, n, k, dtype=BF16, device="cpu", *, gated=False, padding=0, std=1.0):
 
 @pytest.fixture
 def hopper():
-    with patch.object(chip, "on_sm90", return_value=True):
+    with chosen_for(90):
         yield
+
+
+def taken(x, weight, norm_weight, together):
+    return dense_linear.LINEAR.own(x.device, x, weight, norm_weight, together) is not None
 
 
 @pytest.mark.parametrize(
@@ -62,25 +66,24 @@ def test_what_it_takes(hopper, changes, takes):
     dtype = changes.get("dtype", BF16)
     x, weight = torch.empty(m, k, dtype=dtype), torch.empty(n, k, dtype=dtype)
     norm = torch.ones(k, dtype=dtype) if changes.get("norm") else None
-    assert few.takes(x, weight, norm, changes.get("together", 0)) == takes
+    assert taken(x, weight, norm, changes.get("together", 0)) == takes
 
 
 def test_layouts(hopper):
     """Addresses and strides of 16 bytes."""
     x, weight = make(5, 64, 64)
-    assert few.takes(with_row_padding(x, 8), with_row_padding(weight, 16), None, 0)
-    assert not few.takes(with_row_padding(x, 4), weight, None, 0)
-    assert not few.takes(x, with_row_padding(weight, 4), None, 0)
+    assert taken(with_row_padding(x, 8), with_row_padding(weight, 16), None, 0)
+    assert not taken(with_row_padding(x, 4), weight, None, 0)
+    assert not taken(x, with_row_padding(weight, 4), None, 0)
     shifted = torch.empty(weight.numel() + 1, dtype=BF16)[1:].view(weight.shape)
-    assert few.takes(x, shifted, None, 0) == (shifted.data_ptr() % 16 == 0)
+    assert taken(x, shifted, None, 0) == (shifted.data_ptr() % 16 == 0)
 
 
 @pytest.mark.parametrize(("together", "taken"), [(0, True), (few.LIGHT, True), (few.LIGHT + 1, False)])
 def test_a_layer_has_it_for_all_products_or_for_none(device, hopper, together, taken):
     x, weight = make(5, 24, 64, device=device)
     with (
-        patch.object(dense_linear, "on_sm90", return_value=True),
-        patch.object(few, "launch_few") as launch,
+        patch.object(few, "launch") as launch,
         tuning.override("linear", dense_linear.TORCH),
     ):
         linear(x, weight, together=together)
@@ -89,12 +92,13 @@ def test_a_layer_has_it_for_all_products_or_for_none(device, hopper, together, t
 
 def test_without_a_layer_four_of_the_weight_count(device, hopper):
     x = torch.empty(5, 2048, dtype=BF16, device=device)
-    with patch.object(dense_linear, "on_sm90", return_value=True), patch.object(few, "launch_few") as launch:
+    with patch.object(few, "launch") as launch:
         for rows, taken in ((few.LIGHT // 4 // 2048, True), (few.LIGHT // 4 // 2048 + 8, False)):
             weight = torch.empty(rows, 2048, dtype=BF16, device=device)
-            operands = Operands(x, weight, None, None, torch.empty(5, rows, dtype=BF16, device=device), None)
-            assert dense_linear._by_few(operands, Fused(0.0, 0.0, None, False, False, 1.0, True)) == taken
-    assert launch.call_count == 1
+            with tuning.override("linear", dense_linear.TORCH):
+                linear(x, weight)
+            assert launch.called == taken
+            launch.reset_mock()
 
 
 @pytest.mark.parametrize("n", [8, 1024, 4096, 9728, 151936])
@@ -150,10 +154,10 @@ def test_matches_reference(
         with patch.object(few, "SMALL", 0):  # 2 rows, too
             return linear(x, weight, **fused, **where, constant_weight=constant)
 
-    with patch.object(few, "launch_few", wraps=few.launch_few) as launch:
+    with patch.object(few, "launch", wraps=few.launch) as launch:
         out = product()
         assert torch.equal(out, product())
-    assert launch.call_count == (2 if chip.on_sm90(device) else 0)
+    assert launch.call_count == (2 if dense_linear.LINEAR.own_rows(device) else 0)
     if add:
         exact |= {"residual": before.to(out.dtype).float(), **scaled}
     assert_close(out, linear_ref(x.float(), weight.float(), **exact), dtype)
@@ -167,12 +171,12 @@ def test_a_row_does_not_depend_on_the_others(device, m, n, k, gated):
     x, weight = make(16, n, k, device=device, gated=gated)
     options = {"norm_weight": torch.ones(k, device=device, dtype=BF16), "gated": gated}
     options["activation"] = "silu" if gated else None
-    with patch.object(few, "SMALL", 0), patch.object(few, "launch_few", wraps=few.launch_few) as launch:
+    with patch.object(few, "SMALL", 0), patch.object(few, "launch", wraps=few.launch) as launch:
         whole = linear(x, weight, **options)
         some = linear(x[:m], weight, **options)
         x[0] = float("nan")
         third = linear(x, weight, **options)
-    assert launch.call_count == (3 if chip.on_sm90(device) else 0)
+    assert launch.call_count == (3 if dense_linear.LINEAR.own_rows(device) else 0)
     assert torch.equal(some, whole[:m])
     assert third[0].isnan().all() and torch.equal(whole[1:], third[1:])
 
@@ -184,9 +188,9 @@ def test_offsets_beyond_int32(device):
     weight = torch.zeros(n, k, device=device, dtype=BF16)
     weight[-64:] = torch.randn(64, k, device=device)
     x = torch.randn(5, k, device=device).to(BF16)
-    with patch.object(few, "launch_few", wraps=few.launch_few) as launch:
+    with patch.object(few, "launch", wraps=few.launch) as launch:
         out = linear(x, weight, together=1)
-    assert launch.called == chip.on_sm90(device)
+    assert launch.called == bool(dense_linear.LINEAR.own_rows(device))
     assert_close(out[:, -64:], x.float() @ weight[-64:].float().T, BF16)
     assert not out[:, :-64].any()
 

@@ -8,14 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.captured_chain import assert_waits_for_what_it_reads
+from support.chips import chosen_for
 from support.compare import assert_close, poisoned, with_row_padding
 from support.examples import examples
 
 from tritonllm.kernels import linear, linear_ref
-from tritonllm.kernels.dense import linear as dense_linear
-from tritonllm.kernels.dense.linear import GATED
+from tritonllm.kernels.dense.linear import GATED, GATED_LINEAR
 from tritonllm.kernels.dense.sm90 import gated as sm90
-from tritonllm.kernels.runtime import chip
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -29,8 +28,13 @@ def make(m, i, k, dtype=BF16, device="cpu", padding=0):
 def product(x, weight, bias=None, activation="silu"):
     """By the kernel, however few rows."""
     out = poisoned(len(x), len(weight) // 2, dtype=x.dtype, device=x.device)
-    sm90.launch_gated_sm90(x, weight, bias, out, activation)
+    sm90.launch(x, weight, bias, out, activation)
     return out
+
+
+def taken(x, weight, out):
+    with chosen_for(90):
+        return GATED_LINEAR.own(x.device, x, weight, out) is not None
 
 
 @pytest.mark.parametrize(
@@ -52,18 +56,18 @@ def test_shapes(changes, takes):
     m, i, k = (changes.get(name, size) for name, size in (("m", sm90.MIN_M), ("i", 64), ("k", 64)))
     dtype = changes.get("dtype", BF16)
     x, weight = torch.empty(m, k, dtype=dtype), torch.empty(2 * i, k, dtype=dtype)
-    assert sm90.takes(x, weight, torch.empty(m, i, dtype=changes.get("out_dtype", dtype))) == takes
+    assert taken(x, weight, torch.empty(m, i, dtype=changes.get("out_dtype", dtype))) == takes
 
 
 def test_layouts():
     """Addresses and strides that the copy engine needs, and a result without gaps."""
     (x, weight), out = make(sm90.MIN_M, 64, 64), torch.empty(sm90.MIN_M, 64, dtype=BF16)
-    assert sm90.takes(with_row_padding(x, 8), with_row_padding(weight, 16), out)
-    assert not sm90.takes(with_row_padding(x, 4), weight, out)
-    assert not sm90.takes(x, with_row_padding(weight, 4), out)
-    assert not sm90.takes(x, weight, with_row_padding(out, 8))
+    assert taken(with_row_padding(x, 8), with_row_padding(weight, 16), out)
+    assert not taken(with_row_padding(x, 4), weight, out)
+    assert not taken(x, with_row_padding(weight, 4), out)
+    assert not taken(x, weight, with_row_padding(out, 8))
     shifted = torch.empty(weight.numel() + 1, dtype=BF16)[1:].view(weight.shape)
-    assert sm90.takes(x, shifted, out) == (shifted.data_ptr() % 16 == 0)
+    assert taken(x, shifted, out) == (shifted.data_ptr() % 16 == 0)
 
 
 @pytest.mark.parametrize("add", [False, True])
@@ -77,12 +81,12 @@ def test_when_it_is_taken(device, m, gated, hopper, taken, add):
     residual, norm_weight = torch.randn(m, 8 if gated else 16, device=device), torch.rand(16, device=device)
     options = {"norm_weight": norm_weight, "activation": "silu", "gated": gated}
 
-    def stand_in(x, weight, bias, out, activation):
+    def stand_in(x, weight, bias, out, activation, constant_weight):
         linear_ref(x, weight, bias, activation=activation, gated=True, out=out)
 
     with (
-        patch.object(dense_linear, "on_sm90", return_value=hopper),
-        patch.object(sm90, "launch_gated_sm90", side_effect=stand_in) as launch,
+        chosen_for(90 if hopper else 80),
+        patch.object(sm90, "launch", side_effect=stand_in) as launch,
     ):
         out = linear(x, weight, **options, **({"residual": residual.clone(), "scale": 0.5} if add else {}))
     assert launch.called == taken
@@ -119,11 +123,11 @@ def test_matches_reference(device, m, i, k, dtype, bias, activation, padding, wi
 def test_real_shapes(device, m, i, k):
     """Qwen3-0.6B's and Llama-3.1-8B's, asked for as a layer does: norms, and a stream to add to, are no obstacle."""
     x, weight = make(m, i, k, device=device)
-    with patch.object(sm90, "launch_gated_sm90", wraps=sm90.launch_gated_sm90) as launch:
+    with patch.object(sm90, "launch", wraps=sm90.launch) as launch:
         out = linear(x, weight, activation="silu", gated=True)
         stream = torch.ones(m, i, device=device, dtype=BF16)
         linear(x, weight, activation="silu", gated=True, residual=stream, scale=0.5)
-    assert launch.call_count == (2 if chip.on_sm90(device) else 0)
+    assert launch.call_count == (2 if GATED_LINEAR.own_rows(device) else 0)
     exact = linear_ref(x.float(), weight.float(), activation="silu", gated=True)
     assert_close(out, exact)
     assert_close(stream, 1 + 0.5 * exact)

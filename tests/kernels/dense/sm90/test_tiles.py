@@ -13,7 +13,7 @@ from support.examples import examples
 from tritonllm.kernels.dense import medium
 from tritonllm.kernels.dense.linear import GATED
 from tritonllm.kernels.dense.medium import (
-    Tile,
+    HopperTile,
     Unnormed,
     add_linear,
     add_linear_ref,
@@ -21,21 +21,20 @@ from tritonllm.kernels.dense.medium import (
     linear_unnormed_ref,
 )
 from tritonllm.kernels.dense.sm90 import tiles as sm90
-from tritonllm.kernels.runtime import chip
 
 BF16, FP16 = torch.bfloat16, torch.float16
 SUMS = [
-    Tile(64, 16, 10, 80, True),
-    Tile(64, 32, 4, 88, True),
-    Tile(128, 64, 4, 88, True),
-    Tile(128, 32, 3, 80, False),
+    HopperTile(64, 16, 10, 80, True),
+    HopperTile(64, 32, 4, 88, True),
+    HopperTile(128, 64, 4, 88, True),
+    HopperTile(128, 32, 3, 80, False),
 ]
 SECONDS = [
-    Tile(64, 96, 4, 88, True),
-    Tile(64, 32, 4, 104, True),
-    Tile(128, 64, 4, 88, True),
-    Tile(128, 96, 4, 88, True),
-    Tile(128, 48, 8, 104, False),
+    HopperTile(64, 96, 4, 88, True),
+    HopperTile(64, 32, 4, 104, True),
+    HopperTile(128, 64, 4, 88, True),
+    HopperTile(128, 96, 4, 88, True),
+    HopperTile(128, 48, 8, 104, False),
 ]
 
 
@@ -116,8 +115,8 @@ def test_real_shapes(device, m, n, k, rows):
 @pytest.mark.parametrize(
     "tiles",
     [
-        (Tile(64, 64, 6, 80, True), Tile(64, 16, 8, 104, True)),
-        (Tile(128, 64, 4, 88, True), Tile(128, 48, 4, 104, True)),
+        (HopperTile(64, 64, 6, 80, True), HopperTile(64, 16, 8, 104, True)),
+        (HopperTile(128, 64, 4, 88, True), HopperTile(128, 48, 4, 104, True)),
     ],
 )
 def test_more_tiles_than_programs(device, tiles):
@@ -183,6 +182,6 @@ def test_a_captured_chain_waits_for_what_it_reads(device, m):
 def test_it_is_taken_on_hopper(device):
     """And nowhere else."""
     x, weight = torch.randn(100, 64, device=device).to(BF16), torch.randn(1024, 64, device=device).to(BF16)
-    with patch.object(sm90, "launch_tiles_sm90", wraps=sm90.launch_tiles_sm90) as launch:
+    with patch.object(sm90, "launch", wraps=sm90.launch) as launch:
         add_linear(x, weight, None, torch.zeros(100, 1024, device=device).to(BF16), torch.ones(1024, device=device))
-    assert launch.called == chip.on_sm90(device)
+    assert launch.called == bool(medium.MEDIUM.own_rows(device))

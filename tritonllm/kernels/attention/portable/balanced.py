@@ -13,9 +13,11 @@ timing does not change a bit of the result. That program is found by counting ti
 back to zero: nothing waits, and nothing is launched a second time.
 """
 
+import torch
 import triton
 import triton.language as tl
 
+from tritonllm.kernels.attention.arguments import AttentionArgs, Hints, Pages, Queries
 from tritonllm.kernels.attention.common import (
     LN2,
     LOG2E,
@@ -27,6 +29,7 @@ from tritonllm.kernels.attention.common import (
     start_softmax,
 )
 from tritonllm.kernels.attention.schedule import count_tiles, cut, describe_sequence, divide, find_sequence, merge_parts
+from tritonllm.kernels.runtime import tuning
 
 
 @triton.jit
@@ -353,3 +356,42 @@ def balanced_kernel(
         if seq == batch:
             seq = 0
             head += 1
+
+
+def launch(queries: Queries, pages: Pages, hints: Hints, args: AttentionArgs, config: tuning.Config) -> None:
+    """Launch for tokens that see those before them, or a tree's ancestors."""
+    config = dict(config)
+    (q, cu_seqlens_q, max_seqlen_q, _, tree_mask), (k_cache, v_cache, block_tables, seq_lens) = queries, pages
+    workspace = hints.workspace
+    batch, heads, head_size = len(seq_lens), *q.shape[1:]
+    kv_heads = k_cache.shape[2]
+    group = heads // kv_heads
+    row_tiles = triton.cdiv(group * max_seqlen_q, config["BLOCK_M"])
+    tiles = batch * kv_heads * row_tiles * max(1, triton.cdiv(hints.most_keys(pages), config["BLOCK_N"]))
+    programs = min(config.pop("PROGRAMS"), tiles)
+    if workspace is None:
+        workspace = torch.zeros(programs, dtype=torch.int32, device=q.device)
+    programs = min(programs, len(workspace))
+    part = torch.empty((2 * programs, config["BLOCK_M"], head_size), dtype=torch.float32, device=q.device)
+    part_lse = torch.empty(part.shape[:2], dtype=torch.float32, device=q.device)
+    strides = (
+        *q.stride()[:2],
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        block_tables.stride(0),
+        *args.out.stride()[:2],
+    )
+    balanced_kernel[(programs,)](
+        *(q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, tree_mask, args.out, args.lse, args.sinks),
+        *(args.alibi_slopes, args.k_scale, args.v_scale, part, part_lse, workspace),
+        *(args.scale, args.v_factor, args.window, args.softcap, batch, kv_heads, row_tiles, *strides),
+        GROUP=group,
+        WINDOW=args.window > 0,
+        SOFTCAP=args.softcap > 0,
+        SAME_STRIDES=k_cache.stride() == v_cache.stride(),
+        BLOCK_SIZE=k_cache.shape[1],
+        HEAD_SIZE=head_size,
+        ROWS=min(config["BLOCK_M"], triton.next_power_of_2(group * max_seqlen_q)),
+        BLOCK_D=triton.next_power_of_2(head_size),
+        **config,
+    )

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonllm.kernels.attention.arguments import AttentionArgs, Hints, Pages
+from tritonllm.kernels.attention.arguments import AttentionArgs, Hints, Pages, Queries
 from tritonllm.kernels.attention.common import LN2
 from tritonllm.kernels.attention.portable.few_parts import attend_to_newest, attend_to_part, merge_parts
 from tritonllm.kernels.attention.portable.projection import Projection, projection_arguments
@@ -207,22 +207,22 @@ def few_config(head_size: int, group: int, programs: int) -> tuning.Config:
     return {"kernel": "few", "PROGRAMS": 1056} | tile | {"num_warps": 1, "num_stages": 1}
 
 
-def launch_few(
-    q: torch.Tensor,
+def launch(
+    queries: Queries,
     pages: Pages,
     hints: Hints,
     args: AttentionArgs,
     config: tuning.Config,
     projection: Projection | None = None,
 ) -> None:
-    """Launch for ``q[B, H, D]``, or for a projection, and then ``q`` is its ``qkv``.
+    """Launch for a token of each sequence, or for a projection, and then ``queries.q`` is its ``qkv``.
 
     Raises:
         ValueError: for 16 query heads a program or more and four warps. Hopper's asynchronous products would be chosen.
             Each alone is right, but where the weights take the keys' place in shared memory, ptxas 12.8 (of Triton 3.6)
             reads the weights' address from registers that it never wrote, and results are wrong, or the access illegal.
     """
-    (k_cache, v_cache, block_tables, seq_lens), (workspace, settled, *_) = pages, hints
+    q, (k_cache, v_cache, block_tables, seq_lens), (workspace, settled, *_) = queries.q, pages, hints
     config = {name: value for name, value in config.items() if name != "kernel"}
     batch, heads, head_size = args.out.shape
     size, kv_heads = k_cache.shape[1:3]

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonllm.kernels.attention.arguments import AttentionArgs, Hints, Pages
+from tritonllm.kernels.attention.arguments import AttentionArgs, Hints, Pages, Queries
 from tritonllm.kernels.attention.common import (
     LN2,
     attend,
@@ -199,13 +199,13 @@ def split_config(head_size: int, group: int, programs: int, dtype: str) -> tunin
     return {"kernel": "split", "SPLIT_TO": target} | config
 
 
-def launch_split(q: torch.Tensor, pages: Pages, hints: Hints, args: AttentionArgs, config: tuning.Config) -> None:
-    """Launch both kernels, or the first alone if the keys are not split."""
-    k_cache, v_cache, block_tables, seq_lens = pages
+def launch(queries: Queries, pages: Pages, hints: Hints, args: AttentionArgs, config: tuning.Config) -> None:
+    """Launch both kernels, or the first alone if the keys are not split, for a token of each sequence."""
+    q, (k_cache, v_cache, block_tables, seq_lens) = queries.q, pages
     batch, heads, head_size = q.shape
     kv_heads = k_cache.shape[2]
     group = heads // kv_heads
-    config = {name: value for name, value in config.items() if name != "kernel"}
+    config = dict(config)
     most, window = hints.most_keys(pages), args.window
     # A window that does not begin at a tile's edge touches one tile more.
     keys = min(most, window + config["BLOCK_N"]) if window else most

@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from tritonllm.kernels.dense.arguments import Fused, Operands
 from tritonllm.kernels.dense.invariant import SMALL
 from tritonllm.kernels.elementwise import activate
-from tritonllm.kernels.runtime import chip, tuning
+from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.cache_share import wish_for_shared_memory
 from tritonllm.kernels.runtime.checks import aligned
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
@@ -281,20 +281,22 @@ def default_config(n: int, k: int, gated: str) -> tuning.Config:
     return tile
 
 
-def takes(x: torch.Tensor, weight: torch.Tensor, norm_weight: torch.Tensor | None, together: int) -> bool:
-    """Whether a product is faster so than by any other kernel of ``linear``, in a layer whose products have weights of
-    ``together`` elements; and exact enough: float16 has no room for a row times the norm's weight."""
-    m, k = x.shape
-    if not (MIN_ROWS <= m <= MAX_ROWS and k > 0 and chip.on_sm90(x.device) and together <= LIGHT):
-        return False
+def pays(x: torch.Tensor, weight: torch.Tensor, norm_weight: torch.Tensor | None, together: int) -> bool:
+    """Whether this kernel is the fastest in a layer whose products have weights of ``together`` elements. Two rows of a
+    small weight are those of `portable/rows.py`."""
+    least = MIN_ROWS + 1 if weight.numel() <= SMALL else MIN_ROWS
+    return least <= len(x) <= MAX_ROWS and together <= LIGHT
+
+
+def fits(x: torch.Tensor, weight: torch.Tensor, norm_weight: torch.Tensor | None, together: int) -> bool:
+    """Whether it is exact enough, too: float16 has no room for a row times the norm's weight."""
+    k = x.shape[1]
     if x.element_size() != 2 or (norm_weight is not None and x.dtype != torch.bfloat16):
         return False
-    if m == MIN_ROWS and weight.numel() <= SMALL:  # `portable/rows.py`
-        return False
-    return k % 16 == 0 and k <= MAX_K and all(t.stride(0) % 8 == 0 for t in (x, weight)) and aligned(x, weight)
+    return 0 < k <= MAX_K and k % 16 == 0 and all(t.stride(0) % 8 == 0 for t in (x, weight)) and aligned(x, weight)
 
 
-def launch_few(operands: Operands, fused: Fused) -> None:
+def launch(operands: Operands, fused: Fused) -> None:
     x, weight, bias, norm_weight, out, _ = operands
     (m, k), n = x.shape, out.shape[1]
     key = {"n": n, "k": k, "gated": "yes" if fused.gated else "no"}

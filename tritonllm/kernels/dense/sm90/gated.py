@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from tritonllm.kernels.dense.sm90.tile import fits
+from tritonllm.kernels.dense.sm90.tile import fits as fetchable
 from tritonllm.kernels.hopper.descriptors import BLOCK_K, descriptor, weight_descriptor
 from tritonllm.kernels.hopper.product import MAX_REGISTERS, product
 from tritonllm.kernels.runtime.chip import processors
@@ -129,17 +129,26 @@ def linear_gated_sm90_kernel(
     )
 
 
-def takes(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> bool:
-    """Whether it pays, the copy engine can fetch the operands, and ``out`` is such as was measured: rows side by side,
-    with the dtype of ``x``."""
-    return len(x) >= MIN_M and out.dtype == x.dtype and out.is_contiguous() and fits(x, weight, True)
+def pays(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> bool:
+    return len(x) >= MIN_M
 
 
-def launch_gated_sm90(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, activation: str
+def fits(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> bool:
+    """The copy engine can fetch the operands, and ``out`` is such as was measured: rows side by side, with the dtype of
+    ``x``."""
+    return out.dtype == x.dtype and out.is_contiguous() and fetchable(x, weight, True)
+
+
+def launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    activation: str,
+    constant_weight: bool = False,
 ) -> None:
-    """``out[M, I] = activation(gate) * up`` of ``x[M, K] @ weight[2 I, K].T + bias[2 I]``; what :func:`takes` asks for
-    but for the number of rows."""
+    """``out[M, I] = activation(gate) * up`` of ``x[M, K] @ weight[2 I, K].T + bias[2 I]``; what :func:`fits`
+    asks for."""
     (m, k), columns = x.shape, out.shape[1]
     n_tiles = triton.cdiv(columns, BLOCK_I)
     block_m, stages = NARROW if weight.numel() <= NARROW_WEIGHT else WIDE

@@ -7,7 +7,7 @@ import torch
 from tritonllm.kernels.runtime.checks import aligned
 
 
-class Tile(NamedTuple):
+class HopperTile(NamedTuple):
     """What a program of the Hopper kernel computes at a time, and takes of a processor.
 
     Attributes:

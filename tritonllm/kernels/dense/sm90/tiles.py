@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 from tritonllm.kernels.dense.arguments import Fused, NextNorm, Operands
 from tritonllm.kernels.dense.sm90.epilogues import add_to_stream, fetch_squares, fetch_stream, normalise_and_activate
-from tritonllm.kernels.dense.sm90.tile import Tile
+from tritonllm.kernels.dense.sm90.tile import HopperTile
 from tritonllm.kernels.hopper.descriptors import BLOCK_K, descriptor, weight_descriptor
 from tritonllm.kernels.runtime.chip import processors
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
@@ -299,8 +299,12 @@ def linear_tiles_sm90_kernel(
     )
 
 
-def launch_tiles_sm90(
-    operands: Operands, fused: Fused, tile: Tile, squares: torch.Tensor | None = None, after: NextNorm | None = None
+def launch(
+    operands: Operands,
+    fused: Fused,
+    tile: HopperTile,
+    squares: torch.Tensor | None = None,
+    after: NextNorm | None = None,
 ) -> None:
     """With `squares` the product of rows that are to be normalised, else one that is added to `out`."""
     x, weight, bias, _, out, _ = operands

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from tritonllm.kernels.dense import load_tile, tile_at
 from tritonllm.kernels.elementwise import gated
-from tritonllm.kernels.moe.arguments import Choice, Experts, Result, map_size
+from tritonllm.kernels.moe.arguments import ExpertChoice, Experts, Result, map_size
 from tritonllm.kernels.moe.grouping import expert_of_pairs
 from tritonllm.kernels.moe.route import choose_experts, weigh_experts
 from tritonllm.kernels.runtime import tuning
@@ -268,7 +268,7 @@ def default_down_config(tokens: int, n: int, k: int, chooses: str) -> tuning.Con
     return {**_tile(k), **({"EARLY": 8, "AHEAD": 0} if k <= 2048 else {"EARLY": 4, "AHEAD": 16})}
 
 
-def launch(x: torch.Tensor, experts: Experts, choice: Choice | Routing, result: Result) -> None:
+def launch(x: torch.Tensor, experts: Experts, choice: ExpertChoice | Routing, result: Result) -> None:
     """Launch all of :func:`tritonllm.kernels.fused_moe`, or with a routing, of
     :func:`tritonllm.kernels.moe_from_logits`."""
     w_gate_up, w_down, gate_up_bias, down_bias, activation = experts
