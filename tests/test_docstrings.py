@@ -21,10 +21,14 @@ PLACEHOLDER = re.compile(
     re.IGNORECASE,
 )
 FRAGMENT = re.compile(r"of\b(?!\s+(?:how|which|what)\b)", re.IGNORECASE)
+# ``the engine's.``, ``[B] int64, whose.``: the thing that is owned, or the owner, is missing.
+OWNED = re.compile(
+    r"(?:(?:the|a|an|this|each|every)(?: [\w-]+){1,2}(?:'s|s')\s*[.,;:]|.*, whose\s*[.;:])", re.IGNORECASE
+)
 
 
 def _is_fragment(text: str) -> bool:
-    return bool(PLACEHOLDER.match(text) or FRAGMENT.match(text))
+    return bool(PLACEHOLDER.match(text) or FRAGMENT.match(text) or OWNED.match(text))
 
 
 def _entries(docstring: str) -> list[tuple[str, str]]:
@@ -89,6 +93,8 @@ def test_each_docstring_says_what_the_thing_is() -> None:
         "A request.\n\nArgs:\n    token_ids: them.",
         "A drafter.\n\nAttributes:\n    model: the same.",
         "A step.\n\nArgs:\n    rows: of the step.",
+        "A rank.\n\nArgs:\n    config: the engine's, as the user gave it.",
+        "A draw.\n\nArgs:\n    seats: ``[R]`` int32, whose.",
         "Preempt requests.\n\nReturns:\n    Them, the last one first.",
         "Threads.\n\nArgs:\n    count: threads.\n    wait: that they may take.",
     ],

@@ -50,7 +50,7 @@ class Part(NamedTuple):
         drafts: how many of them are guesses.
         samples: the part ends with a new token.
         num_known_tokens: prompt and output, as far as the host knows them.
-        num_prompt_tokens: the prompt's.
+        num_prompt_tokens: how many tokens the prompt has.
         admitted: this step is its first, or its first after a preemption.
         cached_tokens: if it is admitted, how many tokens had their keys and values in the cache already.
         block_ids: the block table of the sequence, with the blocks that the step was given.

@@ -13,7 +13,7 @@ class ParallelConfig:
     """How many ranks there are, and who starts them.
 
     Args:
-        tensor_parallel_size: how many ranks heads and intermediate columns are dealt out among, one rank on each GPU.
+        tensor_parallel_size: how many ranks share the heads and intermediate columns of layers, one on each GPU.
         pipeline_parallel_size: how many stages there are, each with some of the layers and ``tensor_parallel_size``
             ranks. As many steps are in flight.
         enable_expert_parallel: ranks have whole experts, each equally many of them, instead of a part of each. With

@@ -75,8 +75,8 @@ class Group:
             columns: the columns of each rank, a multiple of 128.
 
         Returns:
-            This rank's; ``None``, on all of them, where they cannot read each other's memory. Of ranks that are not
-            there meta tensors: they launch what ranks launch that can.
+            This rank's part of the rows; ``None``, on all ranks, where they cannot read each other's memory. Ranks that
+            are not there get meta tensors: they launch what ranks launch that can.
         """
         from tritonllm.dist.shared_rows import meta_rows
 

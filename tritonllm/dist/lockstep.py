@@ -93,7 +93,7 @@ class Lockstep:
         spin: seconds of waiting in which it does not sleep, which would cost each step 50 us. It takes a core.
 
     Attributes:
-        spin: see above.
+        spin: seconds of waiting in which it does not sleep.
     """
 
     def __init__(self, board: Board, rank: int, patience: float, spin: float = 0.0) -> None:

@@ -54,7 +54,7 @@ class Mailbox:
 
     Args:
         memory: a file descriptor, which this takes over; by default of new memory.
-        readers: how many.
+        readers: how many processes read.
     """
 
     def __init__(self, readers: int, memory: int | None = None) -> None:
@@ -75,7 +75,7 @@ class Mailbox:
 
     @property
     def sent(self) -> int:
-        """Messages so far."""
+        """How many messages were sent so far."""
         return self._numbers[1]
 
     def beat(self, reader: int) -> None:
@@ -120,7 +120,7 @@ class Mailbox:
         return [self._numbers[self._line(reader)] for reader in range(self.readers)]
 
     def receive(self, reader: int, check: Callable[[], None] = lambda: None, spin: float = 0.0) -> bytearray:
-        """The next message.
+        """Wait for a reader's next message, and return it.
 
         Args:
             check: raises if none will come.

@@ -78,7 +78,7 @@ class ConnectedPipeline(Pipeline):
     """A stage that reaches its neighbours.
 
     Args:
-        stage, stages: see above.
+        stage, stages: the number of this stage, and how many there are.
         before, behind: the ways from the stage before this one and to the one behind it.
         everyone: all ranks of all stages, on the CPU.
     """

@@ -75,7 +75,8 @@ def local_lens(
     """Tables and lengths of the tokens that are decoded or verified: ``[N, M]`` and ``[N]`` int32.
 
     Args:
-        block_tables, seq_lens, positions: the step's, as in :class:`~tritonllm.layers.metadata.AttentionMetadata`.
+        block_tables, seq_lens, positions: the tensors of the step, as in
+            :class:`~tritonllm.layers.metadata.AttentionMetadata`.
         ranks: the ranks from this one to the last: ``range(rank, size)``.
     """
     decode, verify, _ = segments

@@ -52,7 +52,7 @@ class Decoder(nn.Module):
     Attributes:
         spec: what this rank computes.
         whole: what all ranks compute together.
-        group, context, stage, exchange: see above.
+        group, context, stage, exchange: as they were given.
         incoming: ``[tokens, hidden]``, where a stage behind the first finds what the one before it has computed of a
             step's tokens. A step overwrites it.
         expert_counts: the counts of all steps so far; ``None`` if they are not counted.

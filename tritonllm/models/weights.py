@@ -112,7 +112,7 @@ def copy_tensors(model: Decoder, tensors: Mapping[str, torch.Tensor]) -> None:
     """Fill ``model`` from tensors under their checkpoint names, as strictly as :func:`load_weights`.
 
     Raises:
-        ValueError: as there. Nothing has been copied then.
+        ValueError: as for :func:`load_weights`. Nothing has been copied then.
     """
     plan = _plan(model, {name: describe(tensor) for name, tensor in tensors.items()}, "")
     _check_twins(plan.twins, lambda name: _digest(tensors[name]))

@@ -67,7 +67,7 @@ class PoolMap:
         return np.bincount(together, minlength=self.num_blocks)
 
     def cells(self, most: int, users: np.ndarray, numbers: Mapping[str, int]) -> Cells:
-        """The blocks of the pool as a grid of cells, each of which says what its blocks are and whose.
+        """The blocks of the pool as a grid of cells, each of which says what its blocks are and which request has them.
 
         Args:
             most: the most cells; if there are more blocks, a cell stands for several.

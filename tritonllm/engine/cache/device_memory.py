@@ -25,7 +25,7 @@ class DevicePages(Protocol):
     granularity: int
 
     def map(self, offset: int, size: int) -> None:
-        """Put memory there.
+        """Put memory behind ``size`` bytes of the range, from ``offset`` on.
 
         Raises:
             MemoryError: there is not enough; nothing was mapped.

@@ -33,7 +33,7 @@ class Batch:
     """A step on the device, or the room of a captured one.
 
     Attributes:
-        inputs: the arrays.
+        inputs: the input arrays of the step, on the device.
         sent: ``[N]`` uint8, the memory in which they lie.
         rows: what sampling wants, of each sequence that is sampled from; made from the seats.
         metadata: what attention reads of the arrays.

@@ -18,8 +18,8 @@ class SharedPrefix(NamedTuple):
     """Leading blocks that decodes have in common.
 
     Attributes:
-        blocks: how many.
-        shares: ``[D]`` bool, whose.
+        blocks: how many blocks they have in common.
+        shares: ``[D]`` bool, which of the D decodes have them.
     """
 
     blocks: int
@@ -128,7 +128,7 @@ class Step:
 
     Attributes:
         segments: how many sequences and tokens are decodes, verified sequences and chunks of prompts.
-        inputs: the arrays.
+        inputs: the input arrays of the step, on the host.
         block_tables: ``[B, M]`` int32.
         samples: ``[B]`` bool, which sequences the rows belong to, in their order.
         parameters: what sampling wants of all seats, if a request is new to one.

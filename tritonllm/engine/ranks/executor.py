@@ -43,7 +43,7 @@ class SpawnedRanks(Ranks):
     """Processes of this machine (``mp``).
 
     Args:
-        config: the engine's, as the user gave it.
+        config: the configuration of the engine, as the user gave it.
     """
 
     def __init__(self, config: EngineConfig) -> None:

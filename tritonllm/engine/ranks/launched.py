@@ -137,7 +137,7 @@ class LaunchedRanks(Ranks):
     """The ranks of a launcher, seen from one of them.
 
     Args:
-        config: the engine's.
+        config: the configuration of the engine.
         place: this rank.
 
     Attributes:

@@ -199,7 +199,7 @@ class RayRanks(LaunchedRanks):
     """Rank 0's view of ranks that Ray starts.
 
     Args:
-        config: the engine's.
+        config: the configuration of the engine.
     """
 
     def __init__(self, config: EngineConfig) -> None:

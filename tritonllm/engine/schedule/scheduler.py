@@ -237,7 +237,7 @@ class Scheduler:
         """Take in a step's results.
 
         Args:
-            plan: what ran.
+            plan: the plan that has run.
             sampled: for each entry of ``plan.scheduled`` its new tokens: at least one where ``samples`` is true and at
                 most one more than its drafts, none where it is not.
 

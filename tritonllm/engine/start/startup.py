@@ -298,7 +298,7 @@ def load_rank(
 
     Args:
         join: meets the others.
-        device_index: which GPU.
+        device_index: the index of the GPU that the rank uses.
 
     Raises:
         ValueError: as :func:`load_parts`.

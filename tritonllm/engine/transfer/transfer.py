@@ -83,12 +83,12 @@ class KVTransfer:
     """The engine's side of a connector. All methods are for the engine's thread.
 
     Args:
-        connector: has the tier's memory.
-        config: the roles.
-        tier: lends slots.
-        cache: names blocks.
+        connector: the connector, which has the tier's memory.
+        config: the configuration of the connector, which says its roles.
+        tier: the tier in the host's memory, which lends slots.
+        cache: the prefix cache, which names blocks.
         fingerprint: says which model computes them, and with which weights now.
-        timeout: seconds that a request waits at most.
+        timeout: how long a request waits at most, in seconds.
     """
 
     def __init__(
@@ -169,8 +169,8 @@ class KVTransfer:
         """Hand out what is stored with the step that was launched.
 
         Args:
-            copies: the tier's.
-            idle: nobody runs, so that perhaps no step follows: what none has stored yet is stored now.
+            copies: the copies between the device and the tier.
+            idle: whether nobody runs, so that perhaps no step follows: what none has stored yet is stored now.
         """
         assert copies is not None  # there is a tier
         self.follow(now)

@@ -17,9 +17,9 @@ class CompileMonitor:
     """Listens to Triton's compiler, beside whoever listened before.
 
     Attributes:
-        compiled: kernels compiled.
-        loaded: kernels found in the cache folder.
-        serving: an engine is ready, so a kernel that is compiled now makes a request wait.
+        compiled: how many kernels were compiled.
+        loaded: how many kernels were found in the cache folder.
+        serving: whether an engine is ready, so that a kernel that is compiled now makes a request wait.
     """
 
     def __init__(self) -> None:

@@ -177,8 +177,9 @@ def build_cos_sin_cache(
               Optional ``attention_factor``, or ``short_mscale`` and ``long_mscale`` (Phi-3.5-MoE), or ``factor``.
 
             The last three need the trained length: ``original_max_position_embeddings``.
-        max_position_embeddings: the config's; stands in for ``original_max_position_embeddings`` (which ``dynamic``
-            ignores, as ``transformers`` does), and for a missing ``factor`` of yarn and longrope through their ratio.
+        max_position_embeddings: the value of this name in the config; stands in for
+            ``original_max_position_embeddings`` (which ``dynamic`` ignores, as ``transformers`` does), and for a
+            missing ``factor`` of yarn and longrope through their ratio.
         dtype: the dtype of the table; float32 keeps positions apart that bfloat16 cannot.
         device: where to put it.
 

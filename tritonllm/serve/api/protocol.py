@@ -512,7 +512,7 @@ class ChatRequest(SamplingBody, ToolsBody):
         """The chat options that the body asks for.
 
         Args:
-            chat_template: the server's, if it has one of its own.
+            chat_template: the server's own template; ``None`` if it has none.
             trust_template: a request may bring its own.
             defaults: the template's variables where the request does not bring these.
 

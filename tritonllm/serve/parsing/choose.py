@@ -104,7 +104,7 @@ class Formats:
         """How the thoughts are written that :meth:`reader` reads out of an answer; ``None`` if there are none.
 
         Args:
-            prompt, tools, has_form: as there.
+            prompt, tools, has_form: as for :meth:`reader`.
         """
         if self._in_channels(tools):
             return None if has_form else ThoughtFormat(kind="channels")

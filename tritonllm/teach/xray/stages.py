@@ -192,7 +192,7 @@ class StageRecorder:
     """Watches one step, from :meth:`begin` to :meth:`end`.
 
     Args:
-        model: the engine's.
+        model: the model of the engine.
         device: where it is.
     """
 

@@ -18,7 +18,7 @@ def make_room(
     """Let a sequence write token ``position``: afterwards its block is in the table, and nobody else uses it.
 
     Args:
-        position: the next token's; those before it are in the cache already.
+        position: the position of the next token; those before it are in the cache already.
         block_table: the sequence's block table; is changed.
         users: block -> how many tables name it; is changed.
         free: blocks that nobody uses; the last one is to be taken first. Is changed.
