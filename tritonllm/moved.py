@@ -39,6 +39,7 @@ NAMES = {
 # Files that became a part of another one, with their new place.
 MERGED = {
     "engine.expert_load": "engine.loop.engine",
+    "engine.launch_policy": "engine.step.step_sizes",
     "engine.sleep": "engine.loop.engine",
     "serve.engine_health": "serve.engines.async_llm",
 }

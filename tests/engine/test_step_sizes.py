@@ -3,13 +3,20 @@ import dataclasses
 import pytest
 import torch
 from support.engines import tiny_checkpoint
+from support.mechanism_configs import MECHANISMS
+from support.real_configs import LLAMA_3_1_8B, QWEN3_0_6B
 from support.tiny_models import load_decoder
 
 from tritonllm.config.engine import EngineConfig, SchedulerConfig
 from tritonllm.dist.pipeline import UNDIVIDED
 from tritonllm.engine.step.step_drafts import StepDrafts
-from tritonllm.engine.step.step_sizes import StepSizes
+from tritonllm.engine.step.step_sizes import StepSizes, host_bound_tokens
+from tritonllm.models.decoder import Decoder
+from tritonllm.models.families import spec_from_config
+from tritonllm.models.interface import LayerWork
 
+MODELS = {name.split(" (")[0]: config for name, config in MECHANISMS.items()}
+MODELS |= {"qwen3-0.6b": QWEN3_0_6B, "llama-3.1-8b": LLAMA_3_1_8B}
 SIZES = StepSizes(
     scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=100),
     block_tokens=4,
@@ -52,3 +59,22 @@ def test_sizes_of_a_runner(eager):
     assert (sizes.block_tokens, sizes.max_model_len) == (4, 64)
     assert (sizes.drafts, sizes.verified) == (3, drafts.verified)
     assert sizes.captured_tokens == ([] if eager else [64])
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens"),
+    [("qwen3-0.6b", 17163), ("llama-3.1-8b", 1237), ("qwen3-30b-a3b", 8437), ("glm-4.5-air", 1108)],
+)
+def test_host_bound_tokens_of_published_models(model, tokens):
+    """Of experts a token meets the chosen ones; the largest layer decides."""
+    decoder = Decoder(
+        spec_from_config(MODELS[model]), dtype=torch.bfloat16, device=torch.device("meta"), max_model_len=64
+    )
+    assert host_bound_tokens(decoder.work) == tokens
+
+
+def test_the_largest_layer_is_host_bound():
+    assert host_bound_tokens([LayerWork(10**8, False), LayerWork(10**9, False)]) == 270
+    assert host_bound_tokens([LayerWork(10**9, True)]) == 480
+    assert host_bound_tokens([LayerWork(0, False)]) > 10**9
+    assert host_bound_tokens([]) == 0
