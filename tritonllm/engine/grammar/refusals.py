@@ -53,7 +53,7 @@ def of_ebnf(text: str, dialect: Dialect, error: Exception) -> ValueError:
 
     Args:
         dialect: the form of EBNF that the library reads.
-        error: the library's.
+        error: what the library raised.
     """
     if isinstance(error, RecursionError):
         return _refused("grammar", "cannot be used: its parentheses are nested too deep")

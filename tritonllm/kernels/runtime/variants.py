@@ -66,7 +66,7 @@ class Variants:
         self._own: dict[int | str, list[Any]] = {}  # by the chip
 
     def own_rows(self, device: torch.device) -> list[tuple[Variant, Callable[..., bool], Callable[..., bool]]]:
-        """The rows that the chip behind ``device`` has and not every chip; with what says whether each pays and fits."""
+        """The rows that only chips as that behind ``device`` have, with what says whether each pays and fits."""
         found = chip.chip_of(device)
         if found is None:
             return []
