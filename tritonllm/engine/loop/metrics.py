@@ -6,7 +6,8 @@ names and fields of vLLM's.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+
+from tritonllm.engine.data.stats import EngineStats
 
 ACCEPTED_PER_POS = "vllm:spec_decode_num_accepted_tokens_per_pos"
 
@@ -60,12 +61,8 @@ class Histogram(Metric):
     buckets: dict[str, int]
 
 
-def gauges(stats: Any) -> Iterator[tuple[str, str, float]]:
-    """Name, description and value of what an engine is now.
-
-    Args:
-        stats: an :class:`~tritonllm.engine.data.stats.EngineStats`, or a message with the same fields.
-    """
+def gauges(stats: EngineStats) -> Iterator[tuple[str, str, float]]:
+    """Name, description and value of what an engine is now."""
     host = stats.num_used_host_blocks / max(stats.num_host_blocks, 1)
     used = 1 - stats.num_free_blocks / max(stats.num_blocks, 1) if stats.num_blocks else 0.0
     yield "vllm:num_requests_running", "Sequences in execution.", stats.num_running
@@ -74,7 +71,7 @@ def gauges(stats: Any) -> Iterator[tuple[str, str, float]]:
     yield "tritonllm:host_cache_usage_perc", "Used part of the cache in the host's memory.", host
 
 
-def counters(stats: Any) -> Iterator[tuple[str, str, float]]:
+def counters(stats: EngineStats) -> Iterator[tuple[str, str, float]]:
     """The same of what it has counted."""
     yield "vllm:prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_cache_query_tokens
     yield "vllm:prefix_cache_hits", "Prompt tokens found in the cache.", stats.prefix_cache_hit_tokens
@@ -102,11 +99,11 @@ def counters(stats: Any) -> Iterator[tuple[str, str, float]]:
     yield "tritonllm:compilations_after_ready", "Kernels compiled in service.", stats.compilations_after_ready
 
 
-def metrics_of(stats: Any, model_name: str, engine: int) -> list[Metric]:
+def metrics_of(stats: EngineStats, model_name: str, engine: int) -> list[Metric]:
     """All of one engine's.
 
     Args:
-        stats: as of :func:`gauges`.
+        stats: the engine's.
         model_name: a label of each.
         engine: the replica's number, another one.
     """

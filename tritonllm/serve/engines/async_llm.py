@@ -14,6 +14,7 @@ from tritonllm.config.vllm_arguments import no_adapter, only_none
 from tritonllm.engine.data.asleep import AsleepError
 from tritonllm.engine.data.outputs import PoolingRequestOutput, RequestOutput
 from tritonllm.engine.data.request import AS_SAMPLING
+from tritonllm.engine.data.stats import EngineStats
 from tritonllm.engine.start.arg_utils import EngineArgs
 from tritonllm.engine.text.input_processor import TokenizedPrompt
 from tritonllm.engine.transfer.settings import check_connector
@@ -23,7 +24,7 @@ from tritonllm.serve.engines.engine_calls import EngineCalls
 from tritonllm.serve.engines.engine_client import EngineDeadError, EngineLink
 from tritonllm.serve.engines.engine_health import EngineHealth
 from tritonllm.serve.engines.inputs import import_tokenizers, input_processor
-from tritonllm.serve.engines.messages import Abort, Add, News, Stats
+from tritonllm.serve.engines.messages import Abort, Add, News
 from tritonllm.serve.engines.open_requests import Observer, OpenRequests
 from tritonllm.serve.engines.pooling_messages import PoolingCollector
 from tritonllm.serve.engines.profiling import ProfilerConfig
@@ -98,7 +99,7 @@ class AsyncLLM(EngineHealth, EngineCalls, Tokenizing):
         except BaseException:
             self._client.close()
             raise
-        self.stats: Stats = self._client.ready.stats
+        self.stats: EngineStats = self._client.ready.stats
         self.pooling = self._client.ready.pooling
         self.max_num_seqs = self._client.ready.max_num_seqs
         count = SharedCount() if sequences is None else sequences

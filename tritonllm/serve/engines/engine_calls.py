@@ -10,9 +10,10 @@ from typing import Any
 
 from tritonllm.config.vllm_arguments import only_false
 from tritonllm.engine.data.asleep import check_rpc
+from tritonllm.engine.data.stats import EngineStats
 from tritonllm.experts.load import ExpertLoad
 from tritonllm.serve.engines.engine_client import EngineDeadError, EngineLink
-from tritonllm.serve.engines.messages import Answer, Call, Stats
+from tritonllm.serve.engines.messages import Answer, Call
 from tritonllm.serve.engines.replicas import Replicas
 
 
@@ -27,7 +28,7 @@ class ProfileRefusedError(RuntimeError):
 class EngineCalls:
     """A part of :class:`~tritonllm.serve.engines.async_llm.AsyncLLM`."""
 
-    stats: Stats
+    stats: EngineStats
     _client: EngineLink | Replicas
     attach: Callable[[], None]
 

@@ -1,7 +1,7 @@
 """Whether the engines behind an :class:`~tritonllm.serve.engines.async_llm.AsyncLLM` live."""
 
+from tritonllm.engine.data.stats import EngineStats
 from tritonllm.serve.engines.engine_client import EngineDeadError, EngineLink
-from tritonllm.serve.engines.messages import Stats
 from tritonllm.serve.engines.replicas import Replicas
 from tritonllm.serve.engines.restarts import STARTING
 
@@ -10,7 +10,7 @@ class EngineHealth:
     """What the link to one engine or several tells of them."""
 
     _client: EngineLink | Replicas
-    stats: Stats
+    stats: EngineStats
 
     @property
     def errored(self) -> bool:
@@ -37,7 +37,7 @@ class EngineHealth:
         return self._client.pid
 
     @property
-    def replica_stats(self) -> list[Stats]:
+    def replica_stats(self) -> list[EngineStats]:
         """Of each of the engines behind this; one, if ``data_parallel_size`` is 1."""
         return list(self._client.stats) if isinstance(self._client, Replicas) else [self.stats]
 
