@@ -174,7 +174,8 @@ def leave_prompt(output: EngineOutput) -> None:
 
 
 class PoolingFacts(msgspec.Struct):
-    """What the engine pools; see :class:`tritonllm.engine.text.pooling.PoolingAbility`."""
+    """What the engine pools: those fields of :class:`tritonllm.engine.text.pooling.PoolingAbility` that an API process
+    asks for, which does not load the kernels that a pooling head brings along."""
 
     tasks: list[str]
     causal: bool
