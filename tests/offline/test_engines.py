@@ -3,16 +3,17 @@
 import gc
 import time
 
-import msgspec
 import pytest
 from support.waiting import PATIENCE
 
 from tritonllm import SamplingParams
 from tritonllm.config.engine import EngineConfig
+from tritonllm.engine.data.outputs import CompletionOutput, RequestOutput
+from tritonllm.engine.data.stats import EngineStats
 from tritonllm.offline.engines import Engines
 from tritonllm.offline.interface import RequestRefusedError
 from tritonllm.serve.engines.engine_client import EngineDeadError
-from tritonllm.serve.engines.messages import Abort, Add, Completion, EngineReady, News, PoolingFacts, Stats, Update
+from tritonllm.serve.engines.messages import Abort, Add, EngineReady, Failure, News, PoolingFacts
 from tritonllm.serve.engines.replicas import Replicas
 
 SEATS = 2  # of each engine, so 4 run at once, and 8 are handed over
@@ -23,7 +24,7 @@ class Link:
     """An engine that records what it is sent."""
 
     def __init__(self):
-        stats = Stats(num_blocks=64, num_free_blocks=64)
+        stats = EngineStats(num_blocks=64, num_free_blocks=64)
         self.ready = EngineReady(
             None, None, False, 100, 64, SEATS, [], 0, {}, stats, PoolingFacts(["embed"], True, 0, [], 0)
         )
@@ -56,9 +57,11 @@ def in_thread(engines, work, *args):
     engines._talk._loop.call_soon_threadsafe(work, *args)
 
 
-def tell(engines, link, request_id, **what):
-    update = Update(request_id, [Completion(0, "", [7], "length")], True)
-    in_thread(engines, link.on_news, News([msgspec.structs.replace(update, **what)], link.ready.stats))
+def tell(engines, link, request_id, *, error=None):
+    output = RequestOutput(
+        request_id, None, (), None, [CompletionOutput(0, "", [7], finish_reason="length")], True, error=error
+    )
+    in_thread(engines, link.on_news, News([output], link.ready.stats))
 
 
 def added(links):
@@ -116,7 +119,7 @@ def test_earlier_priorities_go_first(engines, links):
 def test_a_refused_request_is_named(engines, links):
     engines.add_request("a", [1, 2, 3], PARAMS)
     hand_over(engines, links, 1)
-    tell(engines, links[0], "a", refused="it is bad")
+    in_thread(engines, links[0].on_news, News.of([Failure("a", "it is bad")], links[0].ready.stats))
     with pytest.raises(RequestRefusedError, match="it is bad") as error:
         engines.step()
     assert error.value.request_id == "a" and not engines.has_unfinished_requests()

@@ -16,11 +16,13 @@ from support.waiting import PATIENCE
 from tritonllm import AsyncEngineArgs, AsyncLLM, SamplingParams
 from tritonllm.config.sampling_params import RequestOutputKind
 from tritonllm.engine.data.outputs import CompletionOutput, RequestOutput
+from tritonllm.engine.data.stats import EngineStats
 from tritonllm.serve.api.answering import Service
 from tritonllm.serve.api.app import make_app
 from tritonllm.serve.api.config import ServerConfig
 from tritonllm.serve.engines.collector import Collector
 from tritonllm.serve.engines.engine_client import EngineDeadError, EngineLink
+from tritonllm.serve.engines.messages import News, encode_news
 from tritonllm.serve.engines.room import QueueFullError
 
 PROMPT = list(range(5, 25))
@@ -259,7 +261,7 @@ def test_a_body_may_have_more_prompts_than_the_engine_takes(llm, loop, monkeypat
         def added(self, request_id, prompt_tokens, params):
             most.append(llm.num_unfinished)
 
-        def updated(self, update): ...
+        def updated(self, output): ...
 
         def aborted(self, request_id): ...
 
@@ -308,7 +310,7 @@ def test_a_body_whose_client_leaves_waits_no_longer(llm, loop, others, monkeypat
         def added(self, request_id, prompt_tokens, params):
             added.append(request_id)
 
-        def updated(self, update): ...
+        def updated(self, output): ...
 
         def aborted(self, request_id): ...
 
@@ -467,13 +469,16 @@ class UnwatchedLink(EngineLink):
 def test_news_that_cannot_be_taken_in_are_the_engines_death():
     """Whoever waits for them would wait for ever."""
 
+    def take(news):
+        raise KeyError("no key")
+
     async def receive():
         link, told, news = UnwatchedLink("nowhere", None), [], asyncio.Queue()
-        link._socket, link._decode = SimpleNamespace(recv=news.get), lambda data: data
+        link._socket = SimpleNamespace(recv=news.get)
         link._tasks = [
-            asyncio.create_task(work) for work in (link._receive({}.pop, told.append), link._watch(told.append))
+            asyncio.create_task(work) for work in (link._receive(take, told.append), link._watch(told.append))
         ]
-        news.put_nowait("no key")
+        news.put_nowait(encode_news(News([], EngineStats())))
         done, _ = await asyncio.wait(link._tasks, timeout=PATIENCE)
         return told, link.failure, len(done), link._tasks[1].cancelled()
 

@@ -21,7 +21,7 @@ from tritonllm.engine.step.common_steps import Need
 from tritonllm.serve.engines import lockstep_engines as module
 from tritonllm.serve.engines.engine_process import EngineLoop
 from tritonllm.serve.engines.lockstep_engines import LockstepEngines, end_if_silent
-from tritonllm.serve.engines.messages import Add, News, Stop, pack_params
+from tritonllm.serve.engines.messages import Add, Stop, decode_news, pack_params
 
 ONE_TOKEN = Need(decodes=1, rows=1)
 
@@ -97,7 +97,7 @@ def last_update(client):
     """Of the only request; what else comes before is dropped."""
     while True:
         assert client.poll(1000 * PATIENCE)
-        updates = msgspec.msgpack.decode(client.recv(), type=News).updates
+        updates = decode_news(client.recv()).updates
         if updates and updates[-1].finished:
             return updates[-1]
 

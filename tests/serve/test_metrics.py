@@ -1,20 +1,29 @@
 """What the engine counts and requests take, under the names that Prometheus reads."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from prometheus_client import CollectorRegistry, generate_latest
 
 from tritonllm.config.sampling_params import SamplingParams
+from tritonllm.engine.data.outputs import (
+    CompletionOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestMetrics,
+    RequestOutput,
+)
+from tritonllm.engine.data.stats import EngineStats
 from tritonllm.serve.api import metrics
 from tritonllm.serve.api.metrics import EngineStatsCollector
-from tritonllm.serve.engines.messages import Completion, Stats, Update
 
 
 def test_the_cache_in_the_hosts_memory():
-    stats = Stats(num_blocks=10, num_free_blocks=5, num_host_blocks=8, num_used_host_blocks=2)
-    stats.stored_bytes, stats.loaded_bytes = 3000, 1000
-    stats.kv_saved_blocks, stats.kv_fetched_blocks, stats.kv_missed_blocks = 5, 6, 7
+    stats = EngineStats(num_blocks=10, num_free_blocks=5, num_host_blocks=8, num_used_host_blocks=2)
+    stats = replace(stats, stored_bytes=3000, loaded_bytes=1000)
+    stats = replace(stats, kv_saved_blocks=5, kv_fetched_blocks=6, kv_missed_blocks=7)
     registry = CollectorRegistry()
     engines = SimpleNamespace(replica_stats=[stats], replicas_living=[True], replica_restarts=[0])
     registry.register(EngineStatsCollector(engines, "m"))
@@ -26,12 +35,12 @@ def test_the_cache_in_the_hosts_memory():
     assert f"vllm:kv_cache_usage_perc{labels} 0.5" in text
     for name, count in (("saved", 5.0), ("fetched", 6.0), ("missed", 7.0)):
         assert f"tritonllm:kv_transfer_{name}_blocks_total{labels} {count}" in text
-    stats.num_host_blocks = stats.num_used_host_blocks = 0  # an engine without
+    engines.replica_stats = [replace(stats, num_host_blocks=0, num_used_host_blocks=0)]  # an engine without
     assert f"tritonllm:host_cache_usage_perc{labels} 0.0" in generate_latest(registry).decode()
 
 
 def test_each_replica_has_its_label():
-    stats = [Stats(steps=3, num_running=1), Stats(steps=5)]
+    stats = [EngineStats(steps=3, num_running=1), EngineStats(steps=5)]
     registry = CollectorRegistry()
     engines = SimpleNamespace(replica_stats=stats, replicas_living=[True, False], replica_restarts=[2, 0])
     registry.register(EngineStatsCollector(engines, "m"))
@@ -63,7 +72,8 @@ def clock(monkeypatch):
 def update(counts, finished=False, **times):
     """Of a request: how many new tokens its continuations have."""
     reason = "length" if finished else None
-    return Update("r", [Completion(i, "", [1] * count, reason) for i, count in enumerate(counts)], finished, **times)
+    outputs = [CompletionOutput(i, "", [1] * count, finish_reason=reason) for i, count in enumerate(counts)]
+    return RequestOutput("r", None, (), None, outputs, finished, RequestMetrics(0.0, **times))
 
 
 class Followed:
@@ -122,6 +132,24 @@ def test_the_time_of_a_token_with_several_continuations(clock, whole):
     assert followed.sum_of("request_max_num_generation_tokens") == 9
     assert followed.sum_of("request_params_n") == 3
     assert followed.value("request_success_total", finished_reason="length") == 3
+
+
+@pytest.mark.parametrize("how", ["refused", "pooled"])
+def test_a_request_without_an_output_of_tokens(clock, how):
+    """One that was refused, or whose engine has died, took no time; one that is pooled took some."""
+    followed = Followed()
+    followed.metrics.added("r", 4, SamplingParams())
+    clock.now = 2.5
+    if how == "refused":
+        followed.metrics.failed("r", "too long")
+    else:
+        followed.metrics.updated(PoolingRequestOutput("r", PoolingOutput(torch.empty(0)), ()))
+    counted = int(how == "pooled")
+    assert followed.value("e2e_request_latency_seconds_count") == counted
+    assert followed.value("e2e_request_latency_seconds_sum") == 2.5 * counted
+    assert followed.value("time_to_first_token_seconds_count") == 0
+    followed.metrics.aborted("r")
+    assert followed.value("request_success_total", finished_reason="abort") is None, "it has ended"
 
 
 def test_a_request_without_a_token_has_no_times(clock):

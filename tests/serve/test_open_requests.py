@@ -4,8 +4,9 @@ import pytest
 
 from tritonllm.config.sampling_params import SamplingParams
 from tritonllm.engine.data.asleep import AsleepError
+from tritonllm.engine.data.outputs import RequestOutput
 from tritonllm.serve.engines.engine_client import EngineDeadError
-from tritonllm.serve.engines.messages import Add, Update
+from tritonllm.serve.engines.messages import Add, Failure
 from tritonllm.serve.engines.open_requests import OpenRequests
 from tritonllm.serve.engines.room import EngineRoom
 from tritonllm.serve.engines.shared_count import SharedCount
@@ -39,8 +40,8 @@ def opened(room, **readers):
     return requests, aborted
 
 
-def update_of(name, finished=False, **more):
-    return Update(name, [], finished, **more)
+def update_of(name, finished=False):
+    return RequestOutput(name, None, (), None, finished=finished)
 
 
 def test_updates_go_to_the_reader_until_the_request_ends(room):
@@ -72,9 +73,9 @@ def test_what_the_engine_says_of_an_aborted_request_does_not_reach_the_next_one_
 def test_what_ends_a_request_without_an_output(room):
     readers = {name: Reader() for name in ("lost", "refused", "asleep")}
     requests, _ = opened(room, **readers)
-    requests.take(update_of("lost", True, lost="it died"))
-    requests.take(update_of("refused", True, refused="too long"))
-    requests.take(update_of("asleep", True, refused="it sleeps", asleep=True))
+    requests.take(Failure("lost", "it died", "lost"))
+    requests.take(Failure("refused", "too long"))
+    requests.take(Failure("asleep", "it sleeps", "asleep"))
     kinds = {name: [(type(error), str(error)) for error in reader.errors] for name, reader in readers.items()}
     assert kinds["refused"] == [(ValueError, "too long")] and kinds["asleep"] == [(AsleepError, "it sleeps")]
     assert [kind for kind, _ in kinds["lost"]] == [EngineDeadError] and room.taken == 0
@@ -104,7 +105,8 @@ def test_an_observer_is_told(room):
     requests, _ = opened(room)
     requests.observer = SimpleNamespace(
         added=lambda request_id, tokens, params: told.append(("added", request_id, tokens)),
-        updated=lambda update: told.append(("updated", update.request_id)),
+        updated=lambda output: told.append(("updated", output.request_id)),
+        failed=lambda request_id, why: told.append(("failed", request_id, why)),
         aborted=lambda request_id: told.append(("aborted", request_id)),
     )
     requests.add(Add("a", None, bytes(12), None, {}, 0), Reader(), SamplingParams())
@@ -112,3 +114,7 @@ def test_an_observer_is_told(room):
     requests.drop("a")
     requests.drop("a")
     assert told == [("added", "a", 3), ("updated", "a"), ("aborted", "a")]
+    del told[:]
+    requests.add(Add("b", None, bytes(4), None, {}, 0), Reader(), SamplingParams())
+    requests.take(Failure("b", "too long"))
+    assert told == [("added", "b", 1), ("failed", "b", "too long")]

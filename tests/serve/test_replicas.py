@@ -6,8 +6,8 @@ import os
 import re
 import signal
 from array import array
+from dataclasses import fields
 
-import msgspec
 import pytest
 import torch
 from support.engines import tiny_checkpoint, tiny_llm
@@ -17,7 +17,9 @@ from support.streams import Stream, all_gone
 
 from tritonllm import AsyncEngineArgs, AsyncLLM, EngineArgs, LLMEngine, SamplingParams, env
 from tritonllm.config.engine import EngineConfig
+from tritonllm.engine.data.outputs import CompletionOutput, RequestOutput
 from tritonllm.engine.data.request import PACKED
+from tritonllm.engine.data.stats import EngineStats
 from tritonllm.serve.engines import replicas as replicas_module
 from tritonllm.serve.engines.engine_client import EngineDeadError
 from tritonllm.serve.engines.messages import (
@@ -25,12 +27,10 @@ from tritonllm.serve.engines.messages import (
     Add,
     Answer,
     Call,
-    Completion,
     EngineReady,
+    Failure,
     News,
     PoolingFacts,
-    Stats,
-    Update,
 )
 from tritonllm.serve.engines.replicas import Replicas, check_gpus, start_engines, together
 
@@ -44,7 +44,7 @@ class Link:
 
     def __init__(self, seats=4):
         facts = PoolingFacts([], True, 0, [], 0)
-        stats = Stats(num_blocks=64, num_free_blocks=64)
+        stats = EngineStats(num_blocks=64, num_free_blocks=64)
         self.ready = EngineReady(None, None, False, 100, 64, seats, [], 0, {}, stats, facts)
         self.sent, self.closed, self.failure, self.pid = [], False, None, 1
 
@@ -71,7 +71,9 @@ def add(request_id, prompt=(1, 2, 3), **params):
 
 
 def done(request_id, tokens=(7,)):
-    return Update(request_id, [Completion(0, "", list(tokens), "length")], True)
+    return RequestOutput(
+        request_id, None, (), None, [CompletionOutput(0, "", list(tokens), finish_reason="length")], True
+    )
 
 
 def test_requests_and_their_aborts_go_to_one_replica():
@@ -82,7 +84,7 @@ def test_requests_and_their_aborts_go_to_one_replica():
     assert [m.request_id for m in first.sent] == ["a", "c"] and [m.request_id for m in second.sent] == ["b", "d"]
     replicas.send(Abort(["a", "b", "c", "unknown"]))
     assert (first.sent[-1].request_ids, second.sent[-1].request_ids) == (["a", "c"], ["b"])
-    first.tell(News([done("a"), done("c")], Stats(steps=5, num_blocks=64)))
+    first.tell(News([done("a"), done("c")], EngineStats(steps=5, num_blocks=64)))
     assert news[-1].stats.steps == 5 and news[-1].stats.num_blocks == 128
     assert [update.request_id for update in news[-1].updates] == ["a", "c"]
 
@@ -96,10 +98,10 @@ def test_an_id_that_comes_again_before_its_end_has_come_stays():
     replicas.send(add("b"))
     assert [type(m).__name__ for m in first.sent] == ["Add", "Abort", "Add"]
     assert [m.request_id for m in second.sent] == ["b"]
-    first.tell(News([done("a")], Stats()))
+    first.tell(News([done("a")], EngineStats()))
     replicas.send(Abort(["a"]))  # the second one is still there
     assert first.sent[-1].request_ids == ["a"]
-    first.tell(News([done("a")], Stats()))
+    first.tell(News([done("a")], EngineStats()))
     replicas.send(Abort(["a"]))
     assert len(first.sent) == 4, "nobody has it any more"
     assert replicas._placement.loads[0] == 0
@@ -109,18 +111,18 @@ def test_all_do_what_the_engine_is_told():
     replicas, (first, second), news, _ = links()
     replicas.send(Call(1, "reset_prefix_cache", {}))
     assert [type(m) for link in (first, second) for m in link.sent] == [Call, Call]
-    first.tell(News([], Stats(), [Answer(1, True)]))
+    first.tell(News([], EngineStats(), [Answer(1, True)]))
     assert not news[-1].answers
-    second.tell(News([], Stats(), [Answer(1, False)]))
+    second.tell(News([], EngineStats(), [Answer(1, False)]))
     assert news[-1].answers == [Answer(1, False)]
     replicas.send(Call(2, "sleep", {}))
-    first.tell(News([], Stats(is_sleeping=True, takes_requests=False), [Answer(2)]))
+    first.tell(News([], EngineStats(is_sleeping=True, takes_requests=False), [Answer(2)]))
     assert news[-1].stats.is_sleeping and not news[-1].stats.takes_requests
-    second.tell(News([], Stats(), [Answer(2, error="no room")]))
+    second.tell(News([], EngineStats(), [Answer(2, error="no room")]))
     assert news[-1].answers == [Answer(2, error="replica 1: no room")]
     replicas.send(Call(3, "wake_up", {}))
     for link in (first, second):
-        link.tell(News([], Stats(), [Answer(3, error="unknown tag", is_value_error=True)]))
+        link.tell(News([], EngineStats(), [Answer(3, error="unknown tag", is_value_error=True)]))
     assert news[-1].answers == [Answer(3, error="unknown tag", is_value_error=True)]
 
 
@@ -130,7 +132,7 @@ def test_each_writes_a_trace_of_its_own():
     def answer(number, *values):
         replicas.send(Call(number, "start_profile", {"profile_prefix": None}))
         for link, value in zip(both, values, strict=True):
-            link.tell(News([], Stats(), [Answer(number, value)]))
+            link.tell(News([], EngineStats(), [Answer(number, value)]))
         (found,) = news[-1].answers
         return found.value
 
@@ -143,7 +145,7 @@ def test_a_look_is_at_the_first_that_lives():
     replicas, (first, second), news, _ = links()
     replicas.send(Call(1, "activity", {"view": {}}))
     assert [type(m) for m in first.sent] == [Call] and not second.sent
-    first.tell(News([], Stats(), [Answer(1, {"requests": []})]))
+    first.tell(News([], EngineStats(), [Answer(1, {"requests": []})]))
     assert news[-1].answers == [Answer(1, {"requests": []})]
     first.die("killed")
     replicas.send(Call(2, "activity", {"view": {}}))
@@ -155,18 +157,16 @@ def test_one_dies_and_the_others_go_on():
     for name in "abcd":
         replicas.send(add(name))
     replicas.send(Call(1, "wake_up", {}))
-    first.tell(News([], Stats(steps=7, num_blocks=64, num_running=2), [Answer(1)]))
-    second.tell(News([], Stats(steps=3, num_blocks=64)))
+    first.tell(News([], EngineStats(steps=7, num_blocks=64, num_running=2), [Answer(1)]))
+    second.tell(News([], EngineStats(steps=3, num_blocks=64)))
     first.die("killed")
     assert first.closed and not deaths
-    assert [(u.request_id, u.finished, u.lost) for u in news[-1].updates] == [
-        ("a", True, "replica 0: killed"),
-        ("c", True, "replica 0: killed"),
-    ]
+    assert news[-1].updates == [Failure(name, "replica 0: killed", "lost") for name in "ac"]
+    assert all(update.finished for update in news[-1].updates)
     stats = news[-1].stats
     assert (stats.steps, stats.num_blocks, stats.num_running, stats.takes_requests) == (10, 64, 0, True)
     assert replicas.living == [False, True] and replicas.failure is None and replicas.deaths == ["replica 0: killed"]
-    second.tell(News([], Stats(), [Answer(1)]))
+    second.tell(News([], EngineStats(), [Answer(1)]))
     assert news[-1].answers == [Answer(1)]
     replicas.send(Call(2, "wake_up", {}))
     replicas.send(add("e"))
@@ -180,7 +180,7 @@ def test_one_dies_and_the_others_go_on():
 def test_an_answer_that_dies_with_its_replica():
     replicas, (first, second), news, _ = links()
     replicas.send(Call(1, "sleep", {}))
-    second.tell(News([], Stats(), [Answer(1, "done")]))
+    second.tell(News([], EngineStats(), [Answer(1, "done")]))
     first.die("killed")
     assert news[-1].answers == [Answer(1, "done")]
 
@@ -192,7 +192,7 @@ def test_a_look_at_one_of_them_changes_nothing():
     look = Call(1, "activity", {"view": {}}, replica=1)
     replicas.send(look)
     assert look in second.sent and look not in first.sent
-    second.tell(News([], Stats(), [Answer(1, {"steps": []})]))
+    second.tell(News([], EngineStats(), [Answer(1, {"steps": []})]))
     assert news[-1].answers == [Answer(1, {"steps": []})] and not forgotten
     replicas.send(Call(2, "activity", {}, replica=0))
     first.die("killed")
@@ -202,11 +202,14 @@ def test_a_look_at_one_of_them_changes_nothing():
 
 
 def test_statistics_are_added_up():
-    a, b = Stats(steps=1, num_accepted_tokens_per_pos=(3, 1)), Stats(steps=2, num_accepted_tokens_per_pos=(2,))
-    assert together([a, b]) == Stats(steps=3, num_accepted_tokens_per_pos=(5, 1))
+    a, b = (
+        EngineStats(steps=1, num_accepted_tokens_per_pos=(3, 1)),
+        EngineStats(steps=2, num_accepted_tokens_per_pos=(2,)),
+    )
+    assert together([a, b]) == EngineStats(steps=3, num_accepted_tokens_per_pos=(5, 1))
     assert together([a]) == a
-    names = {name for name in Stats.__struct_fields__ if isinstance(getattr(a, name), int)}
-    ones = Stats(**{name: 1 for name in names if not isinstance(getattr(a, name), bool)})
+    names = {name for name in [field.name for field in fields(EngineStats)] if isinstance(getattr(a, name), int)}
+    ones = EngineStats(**{name: 1 for name in names if not isinstance(getattr(a, name), bool)})
     twice = together([ones, ones])
     assert all(getattr(twice, name) == 2 for name in names if not isinstance(getattr(a, name), bool))
 
@@ -355,8 +358,3 @@ def test_a_server_with_two_loses_one_and_ends_with_the_last(llm):
         assert server.wait() == 1
         eventually(lambda: all_gone([*children, *engines]))
     assert socket_folders() <= before
-
-
-def test_messages_of_lost_requests_are_messages():
-    update = Update("a", [], True, lost="why")
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(update), type=Update) == update

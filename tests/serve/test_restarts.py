@@ -13,19 +13,19 @@ from support.streams import Stream, all_gone
 from support.waiting import PATIENCE
 
 from tritonllm import AsyncEngineArgs, AsyncLLM, SamplingParams
+from tritonllm.engine.data.outputs import CompletionOutput, RequestOutput
 from tritonllm.engine.data.request import PACKED
+from tritonllm.engine.data.stats import EngineStats
 from tritonllm.serve.api.config import ServerConfig
 from tritonllm.serve.engines.engine_client import EngineDeadError, EngineLink
 from tritonllm.serve.engines.messages import (
     Abort,
     Add,
     Call,
-    Completion,
     EngineReady,
+    Failure,
     News,
     PoolingFacts,
-    Stats,
-    Update,
 )
 from tritonllm.serve.engines.replicas import Replicas
 from tritonllm.serve.engines.restarts import WINDOW, Restarts
@@ -35,7 +35,7 @@ class Link(EngineLink):
     """To an engine that records what it is sent, and dies when it is told to."""
 
     def __init__(self):
-        stats = Stats(num_blocks=64, num_free_blocks=64)
+        stats = EngineStats(num_blocks=64, num_free_blocks=64)
         super().__init__(
             "", EngineReady(None, None, False, 100, 64, 4, [], 0, {}, stats, PoolingFacts([], True, 0, [], 0))
         )
@@ -170,11 +170,11 @@ def test_one_of_two_comes_back(caplog):
         first, second = links
         for name in "ab":
             replicas.send(add(name))
-        first.tell(News([], Stats(steps=7, num_blocks=64, num_running=1)))
-        second.tell(News([], Stats(steps=1, num_blocks=64)))
+        first.tell(News([], EngineStats(steps=7, num_blocks=64, num_running=1)))
+        second.tell(News([], EngineStats(steps=1, num_blocks=64)))
         first.die("killed")
         assert first.closed and replicas.living == [False, True] and not deaths
-        assert [(u.request_id, u.lost) for u in news[-1].updates] == [("a", "replica 0: killed")]
+        assert news[-1].updates == [Failure("a", "replica 0: killed", "lost")]
         for name in "cd":
             replicas.send(add(name))
         assert [m.request_id for m in second.sent] == ["b", "c", "d"]
@@ -185,7 +185,8 @@ def test_one_of_two_comes_back(caplog):
         assert (number, replicas.restarted) == (0, [1, 0])
         replicas.send(add("e"))
         assert [m.request_id for m in again.sent] == ["e"], "it has the least to do"
-        again.tell(News([Update("e", [Completion(0, "", [7], "length")], True)], Stats(steps=2, num_blocks=64)))
+        end = RequestOutput("e", None, (), None, [CompletionOutput(0, "", [7], finish_reason="length")], True)
+        again.tell(News([end], EngineStats(steps=2, num_blocks=64)))
         assert news[-1].stats.steps == 10 and news[-1].stats.num_blocks == 128, "what it had counted stays"
         again.die("killed again")
         assert replicas.stats[0].steps == 9 and len(starts) == 2
@@ -199,7 +200,10 @@ def test_while_none_lives_requests_are_refused_and_then_taken():
         replicas.send(add("a"))
         replicas.send(Call(1, "wake_up", {}))
         links[0].die("killed")
-        assert news[-1].updates[0].lost == "replica 0: killed" and news[-1].answers[0].error == "replica 0: killed"
+        assert (
+            news[-1].failures == [Failure("a", "replica 0: killed", "lost")]
+            and news[-1].answers[0].error == "replica 0: killed"
+        )
         assert replicas.failure is None and replicas.pid is None and not deaths
         for message in (add("b"), Call(2, "wake_up", {}), Call(3, "activity", {"view": {}})):
             with pytest.raises(EngineDeadError, match="is started again"):

@@ -6,6 +6,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import pytest
+import torch
 from support.engines import tiny_checkpoint
 from support.imported_processes import imported_processes
 from support.waiting import PATIENCE
@@ -13,6 +14,7 @@ from support.waiting import PATIENCE
 from tritonllm import AsyncEngineArgs, AsyncLLM, SamplingParams
 from tritonllm.cli import main
 from tritonllm.config.sampling_params import RequestOutputKind
+from tritonllm.engine.data.outputs import PoolingOutput, PoolingRequestOutput
 from tritonllm.serve.api import tracing
 from tritonllm.serve.api.app import make_app
 from tritonllm.serve.api.config import ServerConfig
@@ -111,6 +113,27 @@ def test_spans():
     others = [attributes(span) for span in collector.spans if span is not first]
     assert sorted(one["gen_ai.response.finish_reasons"][0] for one in others) == ["abort", "length", "length"]
     assert all(not span.parent_span_id for span in collector.spans if span is not first)
+
+
+def test_spans_of_requests_without_an_output_of_tokens():
+    """A span says when one was lost, and no latency that nobody took."""
+    pytest.importorskip("opentelemetry.sdk", reason="the extra otel is not installed")
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    provider, exporter = TracerProvider(), InMemorySpanExporter()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    traces = tracing.Traces(provider, "tiny")
+    for name in ("lost", "pooled"):
+        traces.added(name, 3, SamplingParams())
+    traces.failed("lost", "replica 0: killed")
+    traces.updated(PoolingRequestOutput("pooled", PoolingOutput(torch.empty(0)), ()))
+    lost, pooled = exporter.get_finished_spans()
+    assert (lost.status.is_ok, lost.status.description) == (False, "replica 0: killed")
+    assert pooled.status.is_ok and pooled.attributes["gen_ai.usage.prompt_tokens"] == 3
+    for span in (lost, pooled):
+        assert not [name for name in span.attributes if "latency" in name]
 
 
 def test_without_the_extra(monkeypatch, capsys):

@@ -20,8 +20,6 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-import msgspec
-
 from tritonllm.config.beam_search_params import BeamSearchParams
 from tritonllm.config.engine import EngineConfig, ModelConfig
 from tritonllm.config.pooling_params import PoolingParams
@@ -36,7 +34,7 @@ from tritonllm.experts.load import ExpertLoad
 from tritonllm.offline.interface import RequestParams, RequestRefusedError
 from tritonllm.serve.engines.async_llm import AsyncLLM
 from tritonllm.serve.engines.engine_client import EngineDeadError
-from tritonllm.serve.engines.messages import PoolingFacts, Stats
+from tritonllm.serve.engines.messages import PoolingFacts
 from tritonllm.serve.engines.replicas import Replicas
 
 UNLIMITED = 1 << 40  # sequences that may wait for a seat: this module bounds them
@@ -85,12 +83,12 @@ class Engines:
     @property
     def stats(self) -> EngineStats:
         """The sums over all engines."""
-        return _stats(self._llm.stats)
+        return self._llm.stats
 
     @property
     def replica_stats(self) -> list[EngineStats]:
         """The statistics of each engine."""
-        return [_stats(one) for one in self._llm.replica_stats]
+        return self._llm.replica_stats
 
     @property
     def is_sleeping(self) -> bool:
@@ -302,10 +300,6 @@ def _sequences(params: RequestParams) -> int:
     if isinstance(params, BeamSearchParams):
         return params.beam_width
     return params.n if isinstance(params, SamplingParams) else 1
-
-
-def _stats(stats: Stats) -> EngineStats:
-    return EngineStats(**msgspec.structs.asdict(stats))
 
 
 def _ability(facts: PoolingFacts) -> PoolingAbility:

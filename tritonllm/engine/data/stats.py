@@ -18,17 +18,17 @@ class EngineStats:
     :class:`~tritonllm.engine.schedule.speculation.DraftCounts`.
     """
 
-    steps: int
-    prompt_tokens: int
-    generated_tokens: int
-    prefix_cache_query_tokens: int
-    prefix_cache_hit_tokens: int
-    preemptions: int
-    compilations_after_ready: int
-    num_running: int
-    num_waiting: int
-    num_blocks: int
-    num_free_blocks: int
+    steps: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    prefix_cache_query_tokens: int = 0
+    prefix_cache_hit_tokens: int = 0
+    preemptions: int = 0
+    compilations_after_ready: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0
     forced_tokens: int = 0
     num_host_blocks: int = 0
     num_used_host_blocks: int = 0

@@ -6,7 +6,8 @@ names and fields of vLLM's.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+
+from tritonllm.engine.data.stats import EngineStats
 
 ACCEPTED_PER_POS = "vllm:spec_decode_num_accepted_tokens_per_pos"
 
@@ -60,11 +61,11 @@ class Histogram(Metric):
     buckets: dict[str, int]
 
 
-def gauges(stats: Any) -> Iterator[tuple[str, str, float]]:
+def gauges(stats: EngineStats) -> Iterator[tuple[str, str, float]]:
     """Name, description and value of each gauge: what an engine's state is at the moment.
 
     Args:
-        stats: an :class:`~tritonllm.engine.data.stats.EngineStats`, or a message with the same fields.
+        stats: the statistics of the engine.
     """
     host = stats.num_used_host_blocks / max(stats.num_host_blocks, 1)
     used = 1 - stats.num_free_blocks / max(stats.num_blocks, 1) if stats.num_blocks else 0.0
@@ -74,7 +75,7 @@ def gauges(stats: Any) -> Iterator[tuple[str, str, float]]:
     yield "tritonllm:host_cache_usage_perc", "Used part of the cache in the host's memory.", host
 
 
-def counters(stats: Any) -> Iterator[tuple[str, str, float]]:
+def counters(stats: EngineStats) -> Iterator[tuple[str, str, float]]:
     """Name, description and value of each counter: what an engine has counted since its start."""
     yield "vllm:prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_cache_query_tokens
     yield "vllm:prefix_cache_hits", "Prompt tokens found in the cache.", stats.prefix_cache_hit_tokens
@@ -102,7 +103,7 @@ def counters(stats: Any) -> Iterator[tuple[str, str, float]]:
     yield "tritonllm:compilations_after_ready", "Kernels compiled in service.", stats.compilations_after_ready
 
 
-def metrics_of(stats: Any, model_name: str, engine: int) -> list[Metric]:
+def metrics_of(stats: EngineStats, model_name: str, engine: int) -> list[Metric]:
     """All metrics of one engine.
 
     Args:

@@ -10,9 +10,10 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from tritonllm.config.sampling_params import SamplingParams
+from tritonllm.engine.data.outputs import EngineOutput, RequestMetrics, RequestOutput
+from tritonllm.engine.data.stats import EngineStats
 from tritonllm.engine.loop.metrics import ACCEPTED_PER_POS, counters, gauges
 from tritonllm.serve.engines.async_llm import AsyncLLM
-from tritonllm.serve.engines.messages import Stats, Update
 
 LABELS = ("model_name", "engine")
 # Upper ends of the buckets are vLLM's, so that its dashboards have theirs.
@@ -45,7 +46,7 @@ E2E = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 4
 LENGTHS = tuple(mantissa * 10**exponent for exponent in range(6) for mantissa in (1, 2, 5))
 
 
-def _gauges(stats: Stats, lives: bool) -> Iterator[tuple[str, str, float]]:
+def _gauges(stats: EngineStats, lives: bool) -> Iterator[tuple[str, str, float]]:
     """Name, description and value of what an engine is now."""
     yield from gauges(stats)
     yield "tritonllm:engine_up", "1 while the engine's process lives.", float(lives)
@@ -162,32 +163,38 @@ class ServerMetrics:
         if self._requests.pop(request_id, None) is not None:
             self._success.labels(*self._labels, "abort").inc()
 
-    def updated(self, update: Update) -> None:
-        times = self._requests.get(update.request_id)
+    def failed(self, request_id: str, why: str) -> None:
+        self._requests.pop(request_id, None)
+
+    def updated(self, output: EngineOutput) -> None:
+        times = self._requests.get(output.request_id)
         if times is None:
             return
-        if update.refused is not None:
-            del self._requests[update.request_id]
+        if not isinstance(output, RequestOutput):
+            self._finish(times, output.request_id)
             return
         new, tokens = 0, times.tokens
-        for completion in update.outputs:
+        for completion in output.outputs:
             count = len(completion.token_ids)
             new += count
             tokens[completion.index] = tokens.get(completion.index, 0) + count
         if new:
             now = monotonic()
             if times.first is None:
-                times.first = update.first_token_time or now
+                times.first = (output.metrics and output.metrics.first_token_time) or now
                 self._ttft.observe(max(times.first - times.arrival, 0.0))
             else:
                 self._itl.observe(now - times.last)
             times.last = now
-        if update.finished:
-            self._finish(times, update)
+        if output.finished:
+            self._finish(times, output.request_id, output.metrics)
+            for completion in output.outputs:
+                self._success.labels(*self._labels, completion.finish_reason or "abort").inc()
 
-    def _finish(self, times: _Times, update: Update) -> None:
-        del self._requests[update.request_id]
-        end = update.finished_time or monotonic()
+    def _finish(self, times: _Times, request_id: str, told: RequestMetrics | None = None) -> None:
+        """``told``: the engine's own times."""
+        del self._requests[request_id]
+        end = (told and told.finished_time) or monotonic()
         self._e2e.observe(end - times.arrival)
         self._prompt.observe(times.prompt_tokens)
         longest = max(times.tokens.values(), default=0)
@@ -198,11 +205,9 @@ class ServerMetrics:
             self._max_tokens.observe(times.max_tokens)
         if times.first is not None and longest > 1:  # of the answer that went on to the end
             self._tpot.observe((end - times.first) / (longest - 1))
-        if times.first is not None and update.first_scheduled_time is not None:
-            scheduled = max(update.first_scheduled_time, times.arrival)
+        if times.first is not None and told is not None and told.first_scheduled_time is not None:
+            scheduled = max(told.first_scheduled_time, times.arrival)
             self._queue.observe(scheduled - times.arrival)
             self._prefill.observe(times.first - scheduled)
             self._decode.observe(end - times.first)
             self._inference.observe(end - scheduled)
-        for completion in update.outputs:
-            self._success.labels(*self._labels, completion.finish_reason or "abort").inc()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tritonllm.config.sampling_params import SamplingParams
-from tritonllm.serve.engines.messages import Update
+from tritonllm.engine.data.outputs import EngineOutput, RequestMetrics, RequestOutput
 
 EXTRA = "--otlp-traces-endpoint needs more packages ({}): pip install 'tritonllm[otel]'"
 SPAN = "llm_request"
@@ -111,19 +111,23 @@ class Traces:
         span = self._tracer.start_span(SPAN, kind=SpanKind.SERVER, attributes=attributes)
         self._running[request_id] = _Running(span, prompt_tokens)
 
-    def updated(self, update: Update) -> None:
-        one = self._running.get(update.request_id)
+    def failed(self, request_id: str, why: str) -> None:
+        if request_id in self._running:
+            self._end(request_id, why)
+
+    def updated(self, output: EngineOutput) -> None:
+        one = self._running.get(output.request_id)
         if one is None:
             return
-        if update.refused is not None:
-            self._end(update.request_id, update.refused)
-            return
-        one.tokens += sum(len(completion.token_ids) for completion in update.outputs)
-        if not update.finished:
-            return
-        reasons = [completion.finish_reason or "" for completion in update.outputs]
-        one.span.set_attributes({"gen_ai.response.finish_reasons": reasons, **_latencies(update)})
-        self._end(update.request_id, update.error)
+        if isinstance(output, RequestOutput):
+            one.tokens += sum(len(completion.token_ids) for completion in output.outputs)
+            if not output.finished:
+                return
+            reasons = [completion.finish_reason or "" for completion in output.outputs]
+            one.span.set_attribute("gen_ai.response.finish_reasons", reasons)
+            if output.metrics is not None:
+                one.span.set_attributes(_latencies(output.metrics))
+        self._end(output.request_id, output.error)
 
     def aborted(self, request_id: str) -> None:
         if request_id in self._running:
@@ -146,13 +150,13 @@ class Traces:
         one.span.end()
 
 
-def _latencies(update: Update) -> dict[str, float]:
+def _latencies(times: RequestMetrics) -> dict[str, float]:
     """The latencies of a request in seconds, as the engine took them."""
-    end = update.finished_time or time.monotonic()
-    found = {"gen_ai.latency.e2e": end - update.arrival_time}
-    if update.first_token_time is not None:
-        found["gen_ai.latency.time_to_first_token"] = update.first_token_time - update.arrival_time
-        found["gen_ai.latency.time_in_model_decode"] = end - update.first_token_time
+    end = times.finished_time or time.monotonic()
+    found = {"gen_ai.latency.e2e": end - times.arrival_time}
+    if times.first_token_time is not None:
+        found["gen_ai.latency.time_to_first_token"] = times.first_token_time - times.arrival_time
+        found["gen_ai.latency.time_in_model_decode"] = end - times.first_token_time
     return found
 
 
@@ -170,9 +174,13 @@ class Observers:
         for one in self._observers:
             one.added(request_id, prompt_tokens, params)
 
-    def updated(self, update: Update) -> None:
+    def updated(self, output: EngineOutput) -> None:
         for one in self._observers:
-            one.updated(update)
+            one.updated(output)
+
+    def failed(self, request_id: str, why: str) -> None:
+        for one in self._observers:
+            one.failed(request_id, why)
 
     def aborted(self, request_id: str) -> None:
         for one in self._observers:

@@ -16,6 +16,7 @@ from tritonllm.config.vllm_arguments import no_adapter, only_false, only_none
 from tritonllm.engine.data.asleep import AsleepError, check_rpc
 from tritonllm.engine.data.outputs import PoolingRequestOutput, RequestOutput
 from tritonllm.engine.data.request import AS_SAMPLING
+from tritonllm.engine.data.stats import EngineStats
 from tritonllm.engine.start.arg_utils import EngineArgs
 from tritonllm.engine.text.chat import ChatOptions, Message
 from tritonllm.engine.text.input_processor import InputProcessor, TokenizedPrompt
@@ -26,7 +27,7 @@ from tritonllm.serve.engines.collector import Collector
 from tritonllm.serve.engines.engine_calls import EngineCalls
 from tritonllm.serve.engines.engine_client import EngineDeadError, EngineLink
 from tritonllm.serve.engines.inputs import import_tokenizers, input_processor
-from tritonllm.serve.engines.messages import Abort, Add, News, Stats
+from tritonllm.serve.engines.messages import Abort, Add, News
 from tritonllm.serve.engines.open_requests import Observer, OpenRequests
 from tritonllm.serve.engines.pooling_messages import PoolingCollector
 from tritonllm.serve.engines.profiling import ProfilerConfig
@@ -103,7 +104,7 @@ class AsyncLLM:
         except BaseException:
             self._client.close()
             raise
-        self.stats: Stats = self._client.ready.stats
+        self.stats: EngineStats = self._client.ready.stats
         self.pooling = self._client.ready.pooling
         self.max_num_seqs = self._client.ready.max_num_seqs
         count = SharedCount() if sequences is None else sequences
@@ -178,7 +179,7 @@ class AsyncLLM:
         return self._client.pid
 
     @property
-    def replica_stats(self) -> list[Stats]:
+    def replica_stats(self) -> list[EngineStats]:
         """The stats of each engine behind this; of one, if ``data_parallel_size`` is 1."""
         return list(self._client.stats) if isinstance(self._client, Replicas) else [self.stats]
 

@@ -2,11 +2,11 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from tritonllm.config.sampling_params import RequestOutputKind
 from tritonllm.engine.data.outputs import CompletionOutput, RequestOutput
 from tritonllm.engine.text.detokenizer import IncrementalDetokenizer
-from tritonllm.serve.engines.messages import Update, unpack_output
 
 
 def _join(first: CompletionOutput, second: CompletionOutput) -> CompletionOutput:
@@ -14,15 +14,8 @@ def _join(first: CompletionOutput, second: CompletionOutput) -> CompletionOutput
     logprobs = None
     if first.logprobs is not None or second.logprobs is not None:
         logprobs = [*(first.logprobs or ()), *(second.logprobs or ())]
-    return CompletionOutput(
-        index=first.index,
-        text=first.text + second.text,
-        token_ids=[*first.token_ids, *second.token_ids],
-        cumulative_logprob=second.cumulative_logprob,
-        logprobs=logprobs,
-        finish_reason=second.finish_reason,
-        stop_reason=second.stop_reason,
-    )
+    token_ids = [*first.token_ids, *second.token_ids]
+    return replace(second, text=first.text + second.text, token_ids=token_ids, logprobs=logprobs)
 
 
 def join(first: RequestOutput, second: RequestOutput) -> RequestOutput:
@@ -49,9 +42,9 @@ class Texts:
         self._new, self._keep_end = new, keep_end
         self._detokenizers: dict[int, IncrementalDetokenizer] = {}
 
-    def add(self, update: Update) -> None:
+    def add(self, output: RequestOutput) -> None:
         """Fill in what the new tokens say."""
-        for completion in update.outputs:
+        for completion in output.outputs:
             detokenizer = self._detokenizers.get(completion.index)
             if detokenizer is None:
                 detokenizer = self._detokenizers[completion.index] = self._new()
@@ -68,7 +61,7 @@ class Collector:
     Args:
         prompt, prompt_token_ids: the text and the token ids of the request's prompt.
         kind: what :meth:`get` returns; the engine sends deltas, or only the end.
-        texts: makes the text; ``None`` if it comes with the updates, or there is none.
+        texts: makes the text; ``None`` if it comes with the outputs, or there is none.
     """
 
     def __init__(
@@ -87,10 +80,11 @@ class Collector:
         self._error: Exception | None = None
         self._arrived = asyncio.Event()
 
-    def put(self, update: Update) -> None:
+    def put(self, new: RequestOutput) -> None:
+        """Take in an output, which from now on is this object's; it came without its prompt."""
         if self._texts is not None:
-            self._texts.add(update)
-        new = unpack_output(update, self._prompt, self._prompt_token_ids)
+            self._texts.add(new)
+        new.prompt, new.prompt_token_ids = self._prompt, self._prompt_token_ids
         self._unread = new if self._unread is None else join(self._unread, new)
         self._arrived.set()
 
@@ -115,21 +109,5 @@ class Collector:
         if self._kind is RequestOutputKind.CUMULATIVE:
             output = output if self._so_far is None else join(self._so_far, output)
             self._so_far = output
-            return _copy(output)
+            return replace(output, outputs=list(output.outputs))  # later ones are put in place of those in ours
         return output
-
-
-def _copy(output: RequestOutput) -> RequestOutput:
-    """A copy whose list of continuations the reader may keep: later ones are put in place of those here."""
-    return RequestOutput(
-        output.request_id,
-        output.prompt,
-        output.prompt_token_ids,
-        output.prompt_logprobs,
-        list(output.outputs),
-        output.finished,
-        output.metrics,
-        output.num_cached_tokens,
-        output.error,
-        output.kv_transfer_params,
-    )

@@ -21,7 +21,7 @@ import zmq.asyncio
 from tritonllm.config.engine import EngineConfig
 from tritonllm.dist.lockstep import ExpertPlace
 from tritonllm.dist.watch import UNGUARDED
-from tritonllm.serve.engines.messages import Abort, EngineReady, Failed, News, Stop, ToEngine
+from tritonllm.serve.engines.messages import Abort, EngineReady, Failed, News, Stop, ToEngine, decode_news
 from tritonllm.serve.engines.profiling import ProfilerConfig
 from tritonllm.system.starting import later, run_spawned
 
@@ -57,7 +57,6 @@ class EngineLink(ABC):
         self.ready = ready
         self._folder = folder
         self._encode = msgspec.msgpack.Encoder().encode
-        self._decode = msgspec.msgpack.Decoder(News).decode
         self._context: Any = None
         self._socket: Any = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -106,7 +105,7 @@ class EngineLink(ABC):
         while True:
             data = await self._socket.recv()
             try:
-                on_news(self._decode(data))
+                on_news(decode_news(data))
             except Exception as error:  # else requests would wait for ever for what nobody receives
                 logger.exception("what the engine tells cannot be taken in")
                 if self.failure is None:

@@ -12,12 +12,13 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from concurrent import futures
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
+import torch
 import zmq
 
 from tritonllm import env
@@ -28,9 +29,16 @@ from tritonllm.config.sampling_params import SamplingParams
 from tritonllm.dist.lockstep import ExpertPlace, LeftError
 from tritonllm.dist.watch import WorkerError
 from tritonllm.engine.data.asleep import AsleepError
-from tritonllm.engine.data.outputs import EngineOutput, RequestOutput
+from tritonllm.engine.data.outputs import (
+    EngineOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestMetrics,
+    RequestOutput,
+)
 from tritonllm.engine.data.request import packed_from
 from tritonllm.engine.data.results import StepTimeoutError
+from tritonllm.engine.data.stats import EngineStats
 from tritonllm.engine.loop.engine import LLMEngine
 from tritonllm.engine.text.input_processor import TokenizedPrompt
 from tritonllm.experts.load import ExpertLoad
@@ -46,16 +54,17 @@ from tritonllm.serve.engines.messages import (
     Call,
     EngineReady,
     Failed,
+    Failure,
     News,
-    Stats,
     Stop,
     ToEngine,
     Update,
-    pack_output,
+    encode_news,
+    leave_prompt,
     pack_params,
     unpack_params,
 )
-from tritonllm.serve.engines.pooling_messages import pack_pooled, pooling_facts
+from tritonllm.serve.engines.pooling_messages import pooling_facts
 from tritonllm.serve.engines.profiling import ProfilerConfig, Profiles
 from tritonllm.system.starting import leave_out_of_searches
 
@@ -180,7 +189,7 @@ def describe(engine: LLMEngine) -> EngineReady:
         eos_token_ids=sorted(engine.inputs.eos_token_ids),
         seed=config.seed,
         default_params=pack_params(engine.inputs.default_params),
-        stats=stats_of(engine),
+        stats=engine.stats,
         pooling=pooling_facts(engine),
     )
 
@@ -194,10 +203,6 @@ def unpack(message: Add) -> Params:
     if message.search is not None:
         return BeamSearchParams(**message.search)
     return unpack_params(message.params) if message.pooling is None else PoolingParams(**message.pooling)
-
-
-def stats_of(engine: LLMEngine) -> Stats:
-    return Stats(**dataclasses.asdict(engine.stats))
 
 
 class EngineLoop:
@@ -214,13 +219,12 @@ class EngineLoop:
         self._engine = engine
         self._socket = socket
         self._decode = msgspec.msgpack.Decoder(ToEngine).decode
-        self._encode = msgspec.msgpack.Encoder().encode
         self._owner: dict[str, bytes] = {}  # which API process a request is of
         self._clients: set[bytes] = set()
         self._calls: deque[tuple[bytes, Call]] = deque()  # that wait until the unfinished requests have ended
         self._parsing: deque[Parsing] = deque()  # in the order in which they came
         self._stopped = self._failed_before = False
-        self._sent = Stats()  # what all clients know
+        self._sent = EngineStats()  # what all clients know
         self._activity = Activity(engine)
         self._lockstep_engines = None if engine.lockstep is None else LockstepEngines(engine, engine.lockstep, socket)
 
@@ -238,10 +242,10 @@ class EngineLoop:
                 saving = ONLY_SAVING if self._engine.is_saving else None
                 self._lockstep_engines.await_work(longest=ONLY_PARSING if self._parsing else saving)
             idle &= not self._parsing
-            updates = self._take_messages(block=idle and self._lockstep_engines is None)
+            outputs = self._take_messages(block=idle and self._lockstep_engines is None)
             if self._engine.has_unfinished_requests():
-                updates += self._step()
-            self._send(updates)
+                outputs += self._step()
+            self._send(outputs)
             if self._activity.is_followed:
                 self._activity.rest()
             while self._calls and not self._parsing and not self._engine.has_unfinished_requests():
@@ -249,7 +253,7 @@ class EngineLoop:
         if self._engine.lockstep is not None:
             self._engine.lockstep.leave()
 
-    def _step(self) -> list[Update]:
+    def _step(self) -> list[EngineOutput]:
         try:
             outputs = self._engine.step()
         except (StepTimeoutError, WorkerError):  # nothing repairs them
@@ -259,16 +263,12 @@ class EngineLoop:
                 raise
             self._failed_before = True
             logger.exception("a step failed: all requests in the engine end with an error")
-            outputs = self._engine.step()  # their last outputs
-            return self._pack(outputs)
+            return self._engine.step()  # their last outputs
         if outputs:
             self._failed_before = False
-        return self._pack(outputs)
+        return outputs
 
-    def _pack(self, outputs: Iterable[EngineOutput]) -> list[Update]:
-        return [pack_output(one) if isinstance(one, RequestOutput) else pack_pooled(one) for one in outputs]
-
-    def _take_messages(self, block: bool) -> list[Update]:
+    def _take_messages(self, block: bool) -> list[EngineOutput]:
         """Do what the messages say that have arrived; with ``block``, wait for the first, while nothing else changes.
 
         If there is something to run, what comes when :data:`TAKING` is over waits for the next time: 2,000 requests
@@ -277,7 +277,7 @@ class EngineLoop:
         Returns:
             Refusals and the last outputs of what was aborted.
         """
-        updates: list[Update] = []
+        outputs: list[EngineOutput] = []
         if block and self._engine.is_saving:
             block = bool(self._socket.poll(int(1000 * ONLY_SAVING)))
         flags, end = 0 if block else zmq.NOBLOCK, None
@@ -292,7 +292,7 @@ class EngineLoop:
             end = time.monotonic() + TAKING if end is None else end
             if client not in self._clients:
                 self._clients.add(client)
-                self._sent = Stats()  # a newcomer has not heard of them
+                self._sent = EngineStats()  # a newcomer has not heard of them
             message = self._decode(data)
             if isinstance(message, Add):
                 self._take_request(client, message)
@@ -300,15 +300,15 @@ class EngineLoop:
                 for one in self._parsing:
                     one.aborted |= one.client == client and one.message.request_id in message.request_ids
                 mine = [request_id for request_id in message.request_ids if self._owner.get(request_id) == client]
-                self._send(updates + self._pack(self._engine.abort_request(mine)))  # before the id may come again
-                updates = []
+                self._send(outputs + self._engine.abort_request(mine))  # before the id may come again
+                outputs = []
             elif isinstance(message, Call):
-                updates += self._take_call(client, message)
+                outputs += self._take_call(client, message)
             else:
                 self._stopped = isinstance(message, Stop)
-        return updates
+        return outputs
 
-    def _take_call(self, client: bytes, call: Call) -> list[Update]:
+    def _take_call(self, client: bytes, call: Call) -> list[EngineOutput]:
         """Do it, or let it wait; returns the last outputs of what is aborted for it."""
         if call.method not in WAITING:
             self._answer(client, call)
@@ -322,7 +322,7 @@ class EngineLoop:
         self._calls.append((client, call))
         for one in self._parsing:
             one.aborted |= call.abort
-        return self._pack(self._engine.abort_request(list(self._owner))) if call.abort else []
+        return self._engine.abort_request(list(self._owner)) if call.abort else []
 
     def _answer(self, client: bytes, call: Call) -> None:
         """Do it; whoever made the call hears of it after everybody has heard of the engine's new state."""
@@ -339,7 +339,7 @@ class EngineLoop:
             logger.exception("%s failed", call.method)
             answer = Answer(call.number, error=str(error))
         self._send([])
-        self._socket.send_multipart([client, self._encode(News([], stats_of(self._engine), [answer]))])
+        self._socket.send_multipart([client, encode_news(News([], self._engine.stats, [answer]))])
 
     def _take_request(self, client: bytes, message: Add) -> None:
         """Add it, or let it wait until its grammar is parsed: 64 nested objects take 80 ms, which no step waits for."""
@@ -368,7 +368,7 @@ class EngineLoop:
                     return
             self._parsing.popleft()
             if self._add(first.client, first.message, first.params) and first.aborted:
-                self._send(self._pack(self._engine.abort_request(first.message.request_id)))
+                self._send(self._engine.abort_request(first.message.request_id))
 
     def _add(self, client: bytes, message: Add, params: Params) -> bool:
         """Returns whether the engine took it; else the client has been told why not."""
@@ -388,22 +388,32 @@ class EngineLoop:
     def _refuse(self, client: bytes, message: Add, error: Exception) -> None:
         """Say what is wrong with a request. What it brings out must not end the others'."""
         if isinstance(error, ValueError | AsleepError):
-            asleep = isinstance(error, AsleepError)
-            update = Update(message.request_id, [], True, refused=str(error), asleep=asleep)
+            kind: Literal["asleep", "refused"] = "asleep" if isinstance(error, AsleepError) else "refused"
+            update: Update = Failure(message.request_id, str(error), kind)
         else:
             logger.error("request %s could not be taken", message.request_id, exc_info=error)
-            update = Update(message.request_id, [], True, error=f"{type(error).__name__}: {error}")
-        self._socket.send_multipart([client, self._encode(News([update], stats_of(self._engine)))])
+            update = _without_result(message, f"{type(error).__name__}: {error}")
+        self._socket.send_multipart([client, encode_news(News.of([update], self._engine.stats))])
 
-    def _send(self, updates: list[Update]) -> None:
-        """Give each API process what is its own; without updates, only what changed of the statistics."""
-        stats = stats_of(self._engine)
-        if not updates and stats == self._sent:
+    def _send(self, outputs: Sequence[EngineOutput]) -> None:
+        """Give each API process what is its own; without outputs, only what changed of the statistics."""
+        stats = self._engine.stats
+        if not outputs and stats == self._sent:
             return
         self._sent = stats
-        shares: dict[bytes, list[Update]] = {client: [] for client in self._clients}
-        for update in updates:
-            client = self._owner.pop(update.request_id) if update.finished else self._owner[update.request_id]
-            shares[client].append(update)
+        shares: dict[bytes, list[EngineOutput]] = {client: [] for client in self._clients}
+        for output in outputs:
+            client = self._owner.pop(output.request_id) if output.finished else self._owner[output.request_id]
+            leave_prompt(output)
+            shares[client].append(output)
         for client, share in shares.items():
-            self._socket.send_multipart([client, self._encode(News(share, stats))])
+            self._socket.send_multipart([client, encode_news(News.of(share, stats))])
+
+
+def _without_result(message: Add, error: str) -> EngineOutput:
+    """The only output of a request that could not be taken, through no fault of its own."""
+    if message.pooling is not None:
+        return PoolingRequestOutput(message.request_id, PoolingOutput(torch.empty(0)), (), error=error)
+    now = time.monotonic()
+    metrics = RequestMetrics(arrival_time=now, finished_time=now)
+    return RequestOutput(message.request_id, None, (), None, finished=True, metrics=metrics, error=error)

@@ -1,14 +1,18 @@
-"""What the API process and the engine process say to each other, as msgspec structures in MessagePack.
+"""What the API process and the engine process say to each other, in MessagePack.
 
-The API process sends :data:`ToEngine`, the engine process answers with :class:`News`, one message for a step. Both
-processes are of one version of this package: the structures need not be compatible with others.
+The API process sends :data:`ToEngine`, the engine process answers with :class:`News`, one message for a step. Outputs
+and statistics are the engine's own dataclasses, as rows of their values (:mod:`tritonllm.serve.engines.positional`).
+Both processes are of one version of this package: the messages need not be compatible with others.
 """
 
-from collections.abc import Sequence
-from dataclasses import fields
-from typing import Any
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal
 
 import msgspec
+import numpy as np
+import torch
 
 from tritonllm.config.sampling_params import (
     RepetitionDetectionParams,
@@ -17,7 +21,9 @@ from tritonllm.config.sampling_params import (
     StructuredOutputsParams,
 )
 from tritonllm.config.thought_format import ThoughtFormat
-from tritonllm.engine.data.outputs import CompletionOutput, Logprob, Logprobs, RequestMetrics, RequestOutput
+from tritonllm.engine.data.outputs import EngineOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
+from tritonllm.engine.data.stats import EngineStats
+from tritonllm.serve.engines.positional import Rows, Special
 
 NESTED_FIELDS: dict[str, Any] = {
     "structured_outputs": StructuredOutputsParams,
@@ -25,8 +31,6 @@ NESTED_FIELDS: dict[str, Any] = {
     "stop_after_thought": ThoughtFormat,
 }
 NESTED = tuple(NESTED_FIELDS.values())
-
-PackedLogprobs = list[tuple[int, float, int | None, str | None]]  # of one position: token, logprob, rank, text
 
 
 class Add(msgspec.Struct, tag=True, array_like=True):
@@ -77,82 +81,26 @@ class Call(msgspec.Struct, tag=True, array_like=True):
 ToEngine = Add | Abort | Call | Stop
 
 
-class Completion(msgspec.Struct, array_like=True):
-    """What is new of one of the ``n`` continuations."""
+@dataclass(slots=True)
+class Failure:
+    """Why nothing more comes of a request, nor any output.
 
-    index: int
-    text: str
-    token_ids: list[int]
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    cumulative_logprob: float | None = None
-    logprobs: list[PackedLogprobs] | None = None
-
-
-class Update(msgspec.Struct, array_like=True):
-    """What is new of one request; times are those of ``time.monotonic()``, which all processes of a machine share.
-
-    ``refused`` is why the engine did not take the request: nothing else will come of it; ``asleep``: because it
-    sleeps, or will when the unfinished ones have ended. ``pooled`` is what a prompt was pooled to: a shape, and the
-    bytes of its float32 numbers. ``lost``: the engine that had the request has died, but others live.
+    Attributes:
+        kind: ``refused``: the engine did not take it. ``asleep``: because it sleeps, or will when the unfinished ones
+            have ended. ``lost``: the engine that had it has died, but others live.
     """
 
     request_id: str
-    outputs: list[Completion]
-    finished: bool
-    arrival_time: float = 0.0
-    first_token_time: float | None = None
-    finished_time: float | None = None
-    num_cached_tokens: int = 0
-    error: str | None = None
-    prompt_logprobs: list[PackedLogprobs | None] | None = None
-    refused: str | None = None
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_accepted_tokens_per_pos: list[int] = []
-    pooled: tuple[list[int], bytes] | None = None
-    asleep: bool = False
-    lost: str | None = None
-    kv_transfer_params: dict[str, Any] | None = None
-    first_scheduled_time: float | None = None
+    why: str
+    kind: Literal["refused", "asleep", "lost"] = "refused"
+    finished: ClassVar[bool] = True
 
 
-class Stats(msgspec.Struct, array_like=True):
-    """The engine's counters and load; see :class:`tritonllm.engine.loop.engine.EngineStats`."""
-
-    steps: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    forced_tokens: int = 0
-    prefix_cache_query_tokens: int = 0
-    prefix_cache_hit_tokens: int = 0
-    preemptions: int = 0
-    compilations_after_ready: int = 0
-    num_running: int = 0
-    num_waiting: int = 0
-    num_blocks: int = 0
-    num_free_blocks: int = 0
-    num_host_blocks: int = 0
-    num_used_host_blocks: int = 0
-    stored_blocks: int = 0
-    loaded_blocks: int = 0
-    stored_bytes: int = 0
-    loaded_bytes: int = 0
-    kv_saved_blocks: int = 0
-    kv_fetched_blocks: int = 0
-    kv_missed_blocks: int = 0
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_accepted_tokens_per_pos: tuple[int, ...] = ()
-    draft_seconds: float = 0.0
-    step_seconds: float = 0.0
-    wait_seconds: float = 0.0
-    takes_requests: bool = True
-    is_sleeping: bool = False
+Update = EngineOutput | Failure  # what is new of one request
 
 
-class Answer(msgspec.Struct, array_like=True):
+@dataclass(slots=True)
+class Answer:
     """What came of a :class:`Call`: a value, or an error; ``is_value_error``: of a bad argument."""
 
     number: int
@@ -161,16 +109,75 @@ class Answer(msgspec.Struct, array_like=True):
     is_value_error: bool = False
 
 
-class News(msgspec.Struct, array_like=True):
-    """What a step brought."""
+@dataclass(slots=True)
+class News:
+    """What a step brought. Outputs are without their prompts, which the receiver has; their times are those of
+    ``time.monotonic()``, which all processes of a machine share."""
 
-    updates: list[Update]
-    stats: Stats
-    answers: list[Answer] = []
+    outputs: list[RequestOutput]
+    stats: EngineStats
+    answers: list[Answer] = dataclasses.field(default_factory=list)
+    pooled: list[PoolingRequestOutput[PoolingOutput]] = dataclasses.field(default_factory=list)
+    failures: list[Failure] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def of(cls, updates: Iterable[Update], stats: EngineStats) -> "News":
+        news = cls([], stats)
+        for update in updates:
+            if isinstance(update, RequestOutput):
+                news.outputs.append(update)
+            elif isinstance(update, PoolingRequestOutput):
+                news.pooled.append(update)
+            else:
+                news.failures.append(update)
+        return news
+
+    @property
+    def updates(self) -> list[Update]:
+        """The updates of all requests, one or several of each request in their order."""
+        return [*self.outputs, *self.pooled, *self.failures]
+
+
+def _pack_pooled(output: PoolingOutput) -> tuple[list[int], bytes]:
+    data = output.data
+    return list(data.shape), data.float().contiguous().numpy().tobytes()
+
+
+def _unpack_pooled(packed: tuple[list[int], bytes]) -> PoolingOutput:
+    shape, data = packed
+    return PoolingOutput(torch.from_numpy(np.frombuffer(data, dtype=np.float32).reshape(shape).copy()))
+
+
+# Sent are a shape, and the bytes of float32 numbers in the machine's order.
+_NEWS = Rows(News, {PoolingOutput: Special(tuple[list[int], bytes], _pack_pooled, _unpack_pooled)})
+_decode = msgspec.msgpack.Decoder(_NEWS.type).decode
+
+
+def encode_news(news: News) -> bytes:
+    return msgspec.msgpack.encode(_NEWS.pack(news))
+
+
+def decode_news(data: bytes) -> News:
+    """Read what :func:`encode_news` made.
+
+    Raises:
+        msgspec.DecodeError: other bytes.
+    """
+    return _NEWS.unpack(_decode(data))
+
+
+def leave_prompt(output: EngineOutput) -> None:
+    """Take out of an engine's output what stays behind: the prompt, and its log-probabilities before the end."""
+    output.prompt_token_ids = ()
+    if isinstance(output, RequestOutput):
+        output.prompt = None
+        if not output.finished:
+            output.prompt_logprobs = None
 
 
 class PoolingFacts(msgspec.Struct):
-    """What the engine pools; see :class:`tritonllm.engine.text.pooling.PoolingAbility`."""
+    """What the engine pools: those fields of :class:`tritonllm.engine.text.pooling.PoolingAbility` that an API process
+    asks for, which does not load the kernels that a pooling head brings along."""
 
     tasks: list[str]
     causal: bool
@@ -191,7 +198,7 @@ class EngineReady(msgspec.Struct, tag=True):
     eos_token_ids: list[int]
     seed: int
     default_params: dict[str, Any]
-    stats: Stats
+    stats: EngineStats
     pooling: PoolingFacts
 
 
@@ -236,77 +243,3 @@ def unpack_params(packed: dict[str, Any]) -> SamplingParams:
         if name in values:
             values[name] = kind(**values[name]) if name in NESTED_FIELDS else kind(values[name])
     return SamplingParams(**values)
-
-
-def _pack_logprobs(positions: Sequence[Logprobs]) -> list[PackedLogprobs]:
-    return [[(token, e.logprob, e.rank, e.decoded_token) for token, e in entries.items()] for entries in positions]
-
-
-def unpack_logprobs(position: PackedLogprobs) -> Logprobs:
-    return {token: Logprob(logprob, rank, text) for token, logprob, rank, text in position}
-
-
-def pack_output(output: RequestOutput) -> Update:
-    """An engine's output as a message. Its prompt stays behind: the receiver has it."""
-    update = Update(
-        output.request_id,
-        [
-            Completion(
-                completion.index,
-                completion.text,
-                list(completion.token_ids),
-                completion.finish_reason,
-                completion.stop_reason,
-                completion.cumulative_logprob,
-                None if completion.logprobs is None else _pack_logprobs(completion.logprobs),
-            )
-            for completion in output.outputs
-        ],
-        output.finished,
-        num_cached_tokens=output.num_cached_tokens,
-        error=output.error,
-        kv_transfer_params=None if output.kv_transfer_params is None else dict(output.kv_transfer_params),
-    )
-    times = output.metrics
-    if times is not None:
-        update.arrival_time, update.first_token_time = times.arrival_time, times.first_token_time
-        update.finished_time, update.first_scheduled_time = times.finished_time, times.first_scheduled_time
-        update.num_draft_tokens, update.num_accepted_tokens = times.num_draft_tokens, times.num_accepted_tokens
-        update.num_accepted_tokens_per_pos = times.num_accepted_tokens_per_pos
-    if output.finished and output.prompt_logprobs is not None:
-        update.prompt_logprobs = [p if p is None else _pack_logprobs([p])[0] for p in output.prompt_logprobs]
-    return update
-
-
-def unpack_completion(completion: Completion) -> CompletionOutput:
-    logprobs = completion.logprobs
-    return CompletionOutput(
-        index=completion.index,
-        text=completion.text,
-        token_ids=completion.token_ids,
-        cumulative_logprob=completion.cumulative_logprob,
-        logprobs=None if logprobs is None else [unpack_logprobs(position) for position in logprobs],
-        finish_reason=completion.finish_reason,
-        stop_reason=completion.stop_reason,
-    )
-
-
-def unpack_output(update: Update, prompt: str | None, prompt_token_ids: Sequence[int]) -> RequestOutput:
-    """The message as the output that it was made of, with its prompt."""
-    scores = update.prompt_logprobs
-    return RequestOutput(
-        request_id=update.request_id,
-        prompt=prompt,
-        prompt_token_ids=prompt_token_ids,
-        prompt_logprobs=None if scores is None else [p if p is None else unpack_logprobs(p) for p in scores],
-        outputs=[unpack_completion(completion) for completion in update.outputs],
-        finished=update.finished,
-        metrics=RequestMetrics(
-            *(update.arrival_time, update.first_token_time, update.finished_time),
-            *(update.num_draft_tokens, update.num_accepted_tokens, list(update.num_accepted_tokens_per_pos)),
-            update.first_scheduled_time,
-        ),
-        num_cached_tokens=update.num_cached_tokens,
-        error=update.error,
-        kv_transfer_params=update.kv_transfer_params,
-    )

@@ -2,28 +2,38 @@
 
 import logging
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from tritonllm.config.sampling_params import SamplingParams
 from tritonllm.engine.data.asleep import AsleepError
+from tritonllm.engine.data.outputs import EngineOutput
 from tritonllm.engine.data.request import PACKED_BYTES
-from tritonllm.serve.engines.collector import Collector
 from tritonllm.serve.engines.engine_client import EngineDeadError
-from tritonllm.serve.engines.messages import Add, Update
-from tritonllm.serve.engines.pooling_messages import PoolingCollector
+from tritonllm.serve.engines.messages import Add, Failure, Update
 from tritonllm.serve.engines.room import EngineRoom
 
 logger = logging.getLogger(__name__)
+ERRORS: dict[str, type[Exception]] = {"refused": ValueError, "asleep": AsleepError, "lost": EngineDeadError}
 
 
 class Observer(Protocol):
     """An observer that is told what happens to requests, for metrics."""
 
-    def updated(self, update: Update) -> None: ...
+    def updated(self, output: EngineOutput) -> None: ...
+
+    def failed(self, request_id: str, why: str) -> None: ...
 
     def added(self, request_id: str, prompt_tokens: int, params: SamplingParams) -> None: ...
 
     def aborted(self, request_id: str) -> None: ...
+
+
+class OutputReader(Protocol):
+    """Takes what comes of a request: a :class:`~tritonllm.serve.engines.collector.Collector`, or one of pooling."""
+
+    def put(self, output: Any, /) -> None: ...
+
+    def fail(self, error: Exception) -> None: ...
 
 
 class OpenRequests:
@@ -41,7 +51,7 @@ class OpenRequests:
         self.observer: Observer | None = None
         self._room, self._abort = room, abort
         # and the request's number of sequences
-        self._collectors: dict[str, tuple[Collector | PoolingCollector, int]] = {}
+        self._collectors: dict[str, tuple[OutputReader, int]] = {}
         self._ending: set[str] = set()  # aborted; their last updates are on their way
 
     def __contains__(self, request_id: str) -> bool:
@@ -56,7 +66,7 @@ class OpenRequests:
         if request_id in self._collectors:
             raise ValueError(f"request_id {request_id!r} is in use by an unfinished request")
 
-    def add(self, message: Add, collector: Collector | PoolingCollector, params: SamplingParams) -> None:
+    def add(self, message: Add, collector: OutputReader, params: SamplingParams) -> None:
         """Add a request that was sent, whose id is free.
 
         Args:
@@ -81,7 +91,7 @@ class OpenRequests:
         the engine still says of it."""
         self._ending.add(request_id)
 
-    def _forget(self, request_id: str) -> Collector | PoolingCollector | None:
+    def _forget(self, request_id: str) -> OutputReader | None:
         collector, sequences = self._collectors.pop(request_id, (None, 0))
         self._room.give_back(sequences)
         return collector
@@ -104,14 +114,14 @@ class OpenRequests:
             collector.fail(RuntimeError(f"the output cannot be made ({type(error).__name__}: {error})"))
             self._abort(update.request_id)
 
-    def _hand_on(self, update: Update, collector: Collector | PoolingCollector) -> None:
-        if self.observer is not None:
-            self.observer.updated(update)
-        if update.lost is not None:
-            collector.fail(EngineDeadError(update.lost))
-        elif update.refused is not None:
-            collector.fail(AsleepError(update.refused) if update.asleep else ValueError(update.refused))
+    def _hand_on(self, update: Update, collector: OutputReader) -> None:
+        if isinstance(update, Failure):
+            if self.observer is not None:
+                self.observer.failed(update.request_id, update.why)
+            collector.fail(ERRORS[update.kind](update.why))
         else:
+            if self.observer is not None:
+                self.observer.updated(update)
             collector.put(update)
 
     def fail(self, error: Callable[[], Exception]) -> None:

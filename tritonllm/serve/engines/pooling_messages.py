@@ -1,16 +1,13 @@
-"""Pooling requests between the API process and the engine process: their parameters, and what comes back."""
+"""Pooling requests between the API process and the engine process: their parameters, and who waits for an output."""
 
 import asyncio
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-
 from tritonllm.config.pooling_params import PoolingParams
-from tritonllm.engine.data.outputs import PoolingOutput, PoolingRequestOutput
-from tritonllm.serve.engines.messages import PoolingFacts, Update
+from tritonllm.engine.data.outputs import PoolingRequestOutput
+from tritonllm.serve.engines.messages import PoolingFacts
 
 if TYPE_CHECKING:
     from tritonllm.engine.loop.engine import LLMEngine
@@ -33,30 +30,6 @@ def pack_pooling_params(params: PoolingParams) -> dict[str, Any]:
     return {field.name: value for field, value in values if value != field.default}
 
 
-def pack_pooled(output: PoolingRequestOutput) -> Update:
-    """An engine's output as a message; its numbers are float32 in the machine's order."""
-    data = output.outputs.data
-    return Update(
-        output.request_id,
-        [],
-        True,
-        num_cached_tokens=output.num_cached_tokens,
-        error=output.error,
-        pooled=(list(data.shape), data.float().contiguous().numpy().tobytes()),
-    )
-
-
-def unpack_pooled(update: Update, prompt_token_ids: Sequence[int]) -> PoolingRequestOutput:
-    shape, data = update.pooled or ([0], b"")
-    return PoolingRequestOutput(
-        request_id=update.request_id,
-        outputs=PoolingOutput(torch.from_numpy(np.frombuffer(data, dtype=np.float32).reshape(shape).copy())),
-        prompt_token_ids=prompt_token_ids,
-        num_cached_tokens=update.num_cached_tokens,
-        error=update.error,
-    )
-
-
 class PoolingCollector:
     """Between the task that receives from the engine and the one that serves a request: one output, the last."""
 
@@ -66,8 +39,9 @@ class PoolingCollector:
         self._error: Exception | None = None
         self._arrived = asyncio.Event()
 
-    def put(self, update: Update) -> None:
-        self._output = unpack_pooled(update, self._prompt_token_ids)
+    def put(self, output: PoolingRequestOutput) -> None:
+        output.prompt_token_ids = self._prompt_token_ids
+        self._output = output
         self._arrived.set()
 
     def fail(self, error: Exception) -> None:

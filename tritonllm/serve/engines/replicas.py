@@ -20,9 +20,10 @@ from tritonllm.config.engine import EngineConfig
 from tritonllm.dist.connect import local_store
 from tritonllm.dist.lockstep import Board, ExpertPlace
 from tritonllm.engine.data.request import packed_from
+from tritonllm.engine.data.stats import EngineStats
 from tritonllm.serve.engines import profiling
 from tritonllm.serve.engines.engine_client import EngineClient, EngineDeadError, EngineLink, EngineProcess
-from tritonllm.serve.engines.messages import Abort, Add, Answer, Call, EngineReady, News, Stats, ToEngine, Update
+from tritonllm.serve.engines.messages import Abort, Add, Answer, Call, EngineReady, Failure, News, ToEngine
 from tritonllm.serve.engines.placement import Placement
 from tritonllm.serve.engines.profiling import ProfilerConfig
 from tritonllm.serve.engines.restarts import STARTING, Restarts, StartingProcess
@@ -137,22 +138,22 @@ def _ready(name: int | None, config: EngineConfig, process: EngineProcess) -> En
         raise kind(f"replica {name}: {error}") from error
 
 
-def together(stats: Sequence[Stats]) -> Stats:
+def together(stats: Sequence[EngineStats]) -> EngineStats:
     """The statistics of several engines as those of one: counts are added."""
-    total = Stats()
-    for name in Stats.__struct_fields__:
+    total: dict[str, Any] = {}
+    for name in [field.name for field in dataclasses.fields(EngineStats)]:
         values = [getattr(one, name) for one in stats]
         if name == "takes_requests":
-            setattr(total, name, all(values))
+            total[name] = all(values)
         elif name == "is_sleeping":
-            setattr(total, name, any(values))
+            total[name] = any(values)
         elif name == "num_accepted_tokens_per_pos":
             longest = max(map(len, values))
             padded = [(*value, *([0] * (longest - len(value)))) for value in values]
-            setattr(total, name, tuple(map(sum, zip(*padded, strict=True))))
+            total[name] = tuple(map(sum, zip(*padded, strict=True)))
         else:
-            setattr(total, name, sum(values))
-    return total
+            total[name] = sum(values)
+    return EngineStats(**total)
 
 
 class Replicas:
@@ -182,7 +183,7 @@ class Replicas:
         self._restarts, self._shared = restarts, shared
         self.restarted = [0] * len(links)
         self.deaths: list[str] = []
-        self._past: dict[int, Stats] = {}  # what engines had counted before they were started anew
+        self._past: dict[int, EngineStats] = {}  # what engines had counted before they were started anew
         self._links = list(links)
         self._living = set(range(len(self._links)))
         told = [link.ready for link in self._links]
@@ -269,12 +270,13 @@ class Replicas:
     def _take(self, number: int, news: News) -> None:
         past = self._past.get(number)
         self.stats[number] = news.stats if past is None else together([past, news.stats])
+        for output in news.outputs:
+            self._placement.progress(output.request_id, sum(len(one.token_ids) for one in output.outputs))
         for update in news.updates:
-            self._placement.progress(update.request_id, sum(len(one.token_ids) for one in update.outputs))
             if update.finished:
                 self._ended(update.request_id)
         answers = [answer for one in news.answers if (answer := self._answered(number, one)) is not None]
-        self._on_news(News(news.updates, together(self.stats), answers))
+        self._on_news(dataclasses.replace(news, stats=together(self.stats), answers=answers))
 
     def _ended(self, request_id: str) -> None:
         owner, count = self._owners.pop(request_id, (0, 0))
@@ -322,18 +324,18 @@ class Replicas:
         logger.error("%s; %d of %d go on%s", why, len(self._living), len(self._links), what)
         self._placement.lose(number)
         lost = [request_id for request_id, (owner, _) in self._owners.items() if owner == number]
-        updates = []
+        failures = []
         for request_id in lost:
             _, count = self._owners.pop(request_id)
-            updates += [Update(request_id, [], True, lost=why)] * count
-        self._past[number] = self.stats[number] = Stats(takes_requests=True, **_totals(self.stats[number]))
+            failures += [Failure(request_id, why, "lost")] * count
+        self._past[number] = self.stats[number] = _totals(self.stats[number])
         answers = []
         for call, (missing, _) in list(self._calls.items()):
             if number in missing:
                 missing.discard(number)
                 if not missing:
                     answers.append(self._conclude(call) or Answer(call, error=why))
-        self._on_news(News(updates, together(self.stats), answers))
+        self._on_news(News([], together(self.stats), answers, failures=failures))
 
     def _end_all(self, first: int, why: str) -> None:
         """End all engines that share experts, since one has died, and the others wait for it in the middle of a step;
@@ -388,10 +390,11 @@ class Replicas:
         self.failure = self.failure or "the engine was shut down"
 
 
-# What a dead replica has counted stays in the sums; what it had in use does not.
+# What a dead replica has counted stays in the sums; what it had in use, and its state, do not.
 _OF_NOW = {"num_running", "num_waiting", "num_blocks", "num_free_blocks", "num_host_blocks", "num_used_host_blocks"}
 _STATES = {"takes_requests", "is_sleeping"}
 
 
-def _totals(stats: Stats) -> dict[str, Any]:
-    return {name: getattr(stats, name) for name in Stats.__struct_fields__ if name not in _OF_NOW | _STATES}
+def _totals(stats: EngineStats) -> EngineStats:
+    gone: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(EngineStats)}
+    return dataclasses.replace(stats, **{name: gone[name] for name in _OF_NOW | _STATES})
