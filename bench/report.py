@@ -3,8 +3,8 @@
 It also fills the blocks of docs/kernels.md, which sums up each operation, and of docs/distributed.md, which says what
 of a cluster breaks. ``--check`` writes nothing and fails if a page is not what the files say; a test runs it. To
 publish new measurements, rename their file after the GPU (``engine.json`` to ``engine-h200.json``), run this, and
-commit both: a file that still has the name that its benchmark gave it is left out. Every run of the engine gets its
-table; of anything else measured twice, the newer result is shown.
+commit both: a file that still has the name that its benchmark gave it is left out. Of what was measured twice on one
+kind of GPU, the newer result is shown; runs of the engine that are older in all of their workloads are linked.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,29 @@ def engines(files: Iterable[File], name: str, gpus: int = 1, *, deterministic: b
         if file.data["engine"]["name"] == name and kind == (gpus, deterministic):
             found.append(file)
     return found
+
+
+def newest_rows(files: Sequence[File], table: Callable[[File], str]) -> list[str]:
+    """Runs of the engine, each with the workloads that no newer run on such GPUs and with such options measured.
+
+    Args:
+        files: the newest first.
+        table: of a run.
+
+    Returns:
+        A part of the page for each run that has such workloads, and a line with links to all other runs.
+    """
+    parts, older, seen = [], [], set[tuple[object, ...]]()
+    for file in files:
+        where = file.data["machine"].get("gpu"), json.dumps(file.data.get("options", {}), sort_keys=True)
+        named = [((*where, row["workload"], row.get("model")), row) for row in file.data["rows"]]
+        rows = [row for name, row in named if name not in seen]
+        seen |= {name for name, row in named if "value" in row}
+        if rows:
+            parts.append(f"{file.head()}\n\n{table(replace(file, data=file.data | {'rows': rows}))}")
+        else:
+            older.append(f"{file.link} ({file.data['date'][:10]})")
+    return [*parts, f"Older runs: {', '.join(older)}."] if older else parts
 
 
 def _when(file: File) -> datetime.datetime:
@@ -215,12 +238,12 @@ def results(files: Sequence[File]) -> str:
         *section("In short", ["\n".join(f"- {claim}" for claim in claims(files))]),
     ]
     ours = engines(files, "tritonllm")
-    parts += section("Engine", [f"{f.head()}\n\n{tables.engine(f.data, same_day(f, files))}" for f in ours])
-    parts += section("vLLM, measured here", [f"{f.head()}\n\n{tables.engine(f.data)}" for f in engines(files, "vllm")])
+    parts += section("Engine", newest_rows(ours, lambda file: tables.engine(file.data, same_day(file, files))))
+    parts += section("vLLM, measured here", newest_rows(engines(files, "vllm"), lambda file: tables.engine(file.data)))
     parts += section("Bits that do not depend on the batch", prices(files))
     for gpus, word in ((2, "two"), (4, "four")):
         several = engines(files, "tritonllm", gpus)
-        parts += section(f"Engine on {word} GPUs", [f"{f.head()}\n\n{tables.several_gpus(f.data)}" for f in several])
+        parts += section(f"Engine on {word} GPUs", newest_rows(several, lambda file: tables.several_gpus(file.data)))
     sums = of_kind(files, "sums")
     parts += section("Sums over GPUs", [f"{f.head()}\n\n{tables.sums(f.data)}" for f in sums])
     rows = newest_of_kind(files, "exchange")

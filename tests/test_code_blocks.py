@@ -46,7 +46,7 @@ MOST_NOT_RUN = 3
 QUICK = ("generate", "embed", "info")  # commands of tritonllm that run, on one rank; outputs are cut to a few tokens
 OTHERS = ("curl", "ray")  # programs that are not ours
 SHELLS = ("bash", "sh", "console")
-KINDS = ("python", *SHELLS, "text", "json", "toml", "yaml")
+KINDS = ("python", *SHELLS, "text", "json", "toml", "yaml", "mermaid")
 
 
 class Block(NamedTuple):

@@ -84,6 +84,11 @@ def test_links_lead_somewhere(site):
     assert dead == [] and files > 20
 
 
+def test_diagrams_are_for_mermaid(site):
+    page = (site / "architecture" / "index.html").read_text(encoding="utf-8")
+    assert page.count('<pre class="mermaid">') == 4
+
+
 def test_a_reader_fetches_nothing_from_elsewhere(site):
     elsewhere = [
         (page.name, url) for page in site.glob("**/*.html") for url in Links(page).loaded if urlsplit(url).netloc

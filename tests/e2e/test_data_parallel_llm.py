@@ -256,5 +256,5 @@ def test_what_cannot_be_is_said(monkeypatch):
     with pytest.raises(ValueError, match="device='cuda:1' is one device"):
         LLM(str(tiny_checkpoint()), data_parallel_size=2, device="cuda:1")
     monkeypatch.setitem(sys.modules, "tritonllm.offline.engines", None)  # as if one of its imports failed
-    with pytest.raises(ImportError, match=r"data_parallel_size needs more packages .*pip install 'tritonllm\[serve\]'"):
+    with pytest.raises(ImportError, match=r"data_parallel_size needs more packages .*pip install '\.\[serve\]'"):
         LLM(str(tiny_checkpoint()), data_parallel_size=2)

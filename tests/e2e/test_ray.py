@@ -86,7 +86,7 @@ def test_what_cannot_be_is_said(cluster, monkeypatch):
 def test_without_ray(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     config = EngineConfig.from_kwargs(model=str(tiny_checkpoint()), **SETTINGS)
-    with pytest.raises(ValueError, match=r"needs Ray .*pip install 'tritonllm\[ray\]', or leave it out"):
+    with pytest.raises(ValueError, match=r"needs Ray .*pip install '\.\[ray\]' in .*, or leave it out"):
         RayRanks(config)
 
 

@@ -536,7 +536,7 @@ def greedy_without_eos(wish):
 
 def test_xgrammar_is_an_extra(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "xgrammar", None)
-    with pytest.raises(ValueError, match=r"pip install 'tritonllm\[structured\]'"):
+    with pytest.raises(ValueError, match=r"pip install '\.\[structured\]'"):
         grammar_module.parse(StructuredOutputsParams(regex="a"))
 
 

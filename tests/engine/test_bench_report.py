@@ -68,10 +68,16 @@ def test_the_newer_of_two_results_is_shown(tmp_path):
     assert "1.50x (1 of 1)" in summary and summary.endswith(report.END)
 
 
-def test_every_run_of_the_engine_is_shown(tmp_path):
-    other = copy.deepcopy(OURS) | {"date": "2026-01-01T00:00:00", "commit": "old"}
-    page, _ = written(tmp_path, a=OURS, b=other)
-    assert page.index("commit abc") < page.index("commit old") and "| W5 | no memory |" in page
+def test_the_newest_run_of_each_workload_and_gpu_is_shown(tmp_path):
+    older = copy.deepcopy(OURS) | {"date": "2026-01-01T00:00:00", "commit": "old"}
+    older["rows"][0]["value"], older["rows"][3] = 70.0, OURS["rows"][1] | {"workload": "W5", "value": 7.0}
+    oldest = copy.deepcopy(OURS) | {"date": "2025-12-31T00:00:00", "commit": "oldest"}
+    other = copy.deepcopy(oldest) | {"machine": {"gpu": "NVIDIA H100"}, "commit": "another chip"}
+    page, _ = written(tmp_path, a=OURS, b=older, c=oldest, d=other)
+    assert page.index("commit abc") < page.index("commit old") < page.index("commit another chip")
+    assert "| W5 | no memory |" in page and "**7**" in page  # what failed hides nothing
+    assert "**70**" not in page and page.count("| W1 m |") == 2  # one of each GPU
+    assert "commit oldest" not in page and "Older runs: [c.json](../bench/results/c.json) (2025-12-31)." in page
 
 
 def test_what_determinism_costs_stands_by_itself(tmp_path):

@@ -176,9 +176,7 @@ def test_a_form_ends_an_output_before_min_tokens(llm):
 
 def test_it_is_an_extra(llm, monkeypatch):
     monkeypatch.setattr(guidance, "find_spec", lambda name: None)
-    with pytest.raises(
-        ValueError, match=r"structured_outputs_backend='guidance' needs .*pip install 'tritonllm\[guidance\]'"
-    ):
+    with pytest.raises(ValueError, match=r"structured_outputs_backend='guidance' needs .*pip install '\.\[guidance\]'"):
         InputProcessor(llm.get_tokenizer(), 100, 100, frozenset({0}), 0, structured_outputs_backend="guidance")
 
 

@@ -236,7 +236,7 @@ def test_what_cannot_start(network):
 
 def test_the_package_is_named_if_it_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "nixl", None)
-    with pytest.raises(ValueError, match=r"needs the package nixl .* pip install 'tritonllm\[nixl\]', or take 'Peer'"):
+    with pytest.raises(ValueError, match=r"needs the package nixl .* pip install '\.\[nixl\]' in .*, or take 'Peer'"):
         make_connector(KVTransferConfig(kv_connector="Nixl", kv_role="kv_producer"))
 
 

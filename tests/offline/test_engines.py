@@ -13,7 +13,7 @@ from tritonllm.engine.data.stats import EngineStats
 from tritonllm.offline.engines import Engines
 from tritonllm.offline.interface import RequestRefusedError
 from tritonllm.serve.engines.engine_client import EngineDeadError
-from tritonllm.serve.engines.messages import Abort, Add, EngineReady, Failure, News, PoolingFacts
+from tritonllm.serve.engines.messages import Abort, Add, EngineReady, News, PoolingFacts, RequestFailure
 from tritonllm.serve.engines.replicas import Replicas
 
 SEATS = 2  # of each engine, so 4 run at once, and 8 are handed over
@@ -119,7 +119,7 @@ def test_earlier_priorities_go_first(engines, links):
 def test_a_refused_request_is_named(engines, links):
     engines.add_request("a", [1, 2, 3], PARAMS)
     hand_over(engines, links, 1)
-    in_thread(engines, links[0].on_news, News.of([Failure("a", "it is bad")], links[0].ready.stats))
+    in_thread(engines, links[0].on_news, News.of([RequestFailure("a", "it is bad")], links[0].ready.stats))
     with pytest.raises(RequestRefusedError, match="it is bad") as error:
         engines.step()
     assert error.value.request_id == "a" and not engines.has_unfinished_requests()

@@ -221,4 +221,4 @@ def test_without_the_extra(monkeypatch, capsys):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "aiohttp", None)
     assert main(["route", "--backend", "http://127.0.0.1:1"]) == 1
-    assert "pip install 'tritonllm[route]'" in capsys.readouterr().err
+    assert "pip install '.[route]'" in capsys.readouterr().err

@@ -145,7 +145,7 @@ def test_without_the_extra(monkeypatch, capsys):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "fastapi", None)
     assert main(["serve"]) == 1
-    assert "pip install 'tritonllm[serve]'" in capsys.readouterr().err
+    assert "pip install '.[serve]'" in capsys.readouterr().err
 
 
 def test_origins_are_told_one_by_one_or_as_vllm_wants_them():

@@ -16,7 +16,7 @@ from tritonllm.engine.data.request import PACKED
 from tritonllm.engine.data.results import StepTimeoutError
 from tritonllm.serve.engines import engine_process
 from tritonllm.serve.engines.engine_process import EngineLoop
-from tritonllm.serve.engines.messages import Abort, Add, Call, Failure, Stop, decode_news, pack_params
+from tritonllm.serve.engines.messages import Abort, Add, Call, RequestFailure, Stop, decode_news, pack_params
 
 PROMPT = list(range(5, 25))
 MINE, THEIRS = b"api-1", b"api-2"
@@ -122,7 +122,7 @@ def test_what_the_engine_refuses_ends_that_request_only():
     engine = tiny_llm().engine
     socket = Socket((MINE, add("bad", prompt=[])), (MINE, add("good")), (MINE, add("good")))
     EngineLoop(engine, socket).run()
-    refused = [update for update in socket.updates() if isinstance(update, Failure)]
+    refused = [update for update in socket.updates() if isinstance(update, RequestFailure)]
     assert [update.request_id for update in refused] == ["bad", "good"]
     assert "empty" in refused[0].why
     assert "in use" in refused[1].why
@@ -229,7 +229,7 @@ def test_what_is_wrong_with_a_grammar_is_said_once_it_is_parsed(monkeypatch):
     socket = Socket((MINE, add("slow", 3)), (MINE, add("a", 5)))
     once(lambda: not socket.coming, grammar.set_exception, ValueError("structured_outputs: wrong"))
     EngineLoop(engine, socket).run()
-    assert last_of(socket.updates(), "slow") == Failure("slow", "structured_outputs: wrong")
+    assert last_of(socket.updates(), "slow") == RequestFailure("slow", "structured_outputs: wrong")
     assert last_of(socket.updates(), "a").outputs[0].finish_reason == "length"
     assert everything_is_free(engine)
 

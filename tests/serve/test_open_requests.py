@@ -6,7 +6,7 @@ from tritonllm.config.sampling_params import SamplingParams
 from tritonllm.engine.data.asleep import AsleepError
 from tritonllm.engine.data.outputs import RequestOutput
 from tritonllm.serve.engines.engine_client import EngineDeadError
-from tritonllm.serve.engines.messages import Add, Failure
+from tritonllm.serve.engines.messages import Add, RequestFailure
 from tritonllm.serve.engines.open_requests import OpenRequests
 from tritonllm.serve.engines.room import EngineRoom
 from tritonllm.serve.engines.shared_count import SharedCount
@@ -73,9 +73,9 @@ def test_what_the_engine_says_of_an_aborted_request_does_not_reach_the_next_one_
 def test_what_ends_a_request_without_an_output(room):
     readers = {name: Reader() for name in ("lost", "refused", "asleep")}
     requests, _ = opened(room, **readers)
-    requests.take(Failure("lost", "it died", "lost"))
-    requests.take(Failure("refused", "too long"))
-    requests.take(Failure("asleep", "it sleeps", "asleep"))
+    requests.take(RequestFailure("lost", "it died", "lost"))
+    requests.take(RequestFailure("refused", "too long"))
+    requests.take(RequestFailure("asleep", "it sleeps", "asleep"))
     kinds = {name: [(type(error), str(error)) for error in reader.errors] for name, reader in readers.items()}
     assert kinds["refused"] == [(ValueError, "too long")] and kinds["asleep"] == [(AsleepError, "it sleeps")]
     assert [kind for kind, _ in kinds["lost"]] == [EngineDeadError] and room.taken == 0
@@ -116,5 +116,5 @@ def test_an_observer_is_told(room):
     assert told == [("added", "a", 3), ("updated", "a"), ("aborted", "a")]
     del told[:]
     requests.add(Add("b", None, bytes(4), None, {}, 0), Reader(), SamplingParams())
-    requests.take(Failure("b", "too long"))
+    requests.take(RequestFailure("b", "too long"))
     assert told == [("added", "b", 1), ("failed", "b", "too long")]

@@ -16,8 +16,8 @@ from tritonllm.engine.data.outputs import (
     RequestOutput,
 )
 from tritonllm.engine.data.stats import EngineStats
-from tritonllm.serve.engines.messages import Answer, Failure, News, decode_news, encode_news, leave_prompt
-from tritonllm.serve.engines.positional import Rows
+from tritonllm.serve.engines.messages import Answer, News, RequestFailure, decode_news, encode_news, leave_prompt
+from tritonllm.serve.engines.positional import PositionalRows
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,12 +48,12 @@ def sent(rows, value):
     ],
 )
 def test_what_is_sent_comes_as_it_was(shape):
-    assert sent(Rows(Shape), shape) == dataclasses.replace(shape, numbers=list(shape.numbers))
-    assert sent(Rows(list[Shape]), [shape, shape])[1].name == shape.name
+    assert sent(PositionalRows(Shape), shape) == dataclasses.replace(shape, numbers=list(shape.numbers))
+    assert sent(PositionalRows(list[Shape]), [shape, shape])[1].name == shape.name
 
 
 def test_a_row_has_values_only_and_a_class_of_its_own_when_it_comes():
-    rows = Rows(Shape)
+    rows = PositionalRows(Shape)
     assert rows.pack(Shape("a", (Point(1),), numbers=range(2))) == ("a", [(1, 2)], None, [0, 1], None, None)
     assert rows.unpack(("a", [(1, 2)], None, [], None, None)).corners == [Point(1, 2)]
 
@@ -61,12 +61,12 @@ def test_a_row_has_values_only_and_a_class_of_its_own_when_it_comes():
 def test_what_does_not_fit_a_row_is_no_message():
     for row in (["a"], ["a", [[1, "2"]], None, [], None, None]):
         with pytest.raises(msgspec.ValidationError):
-            msgspec.msgpack.Decoder(Rows(Shape).type).decode(msgspec.msgpack.encode(row))
+            msgspec.msgpack.Decoder(PositionalRows(Shape).type).decode(msgspec.msgpack.encode(row))
 
 
 def test_alternatives_that_msgpack_could_not_tell_apart_are_named():
     with pytest.raises(TypeError, match=r"Point.*None as an alternative, and nothing else"):
-        Rows(Point | Shape)
+        PositionalRows(Point | Shape)
 
 
 LOGPROBS = {7: Logprob(-0.5, 3, "g"), 2: Logprob(-0.1, 1), 4: Logprob(-0.2, 2, "d")}
@@ -81,7 +81,9 @@ def test_news_come_as_the_engine_told_them():
     stats = dataclasses.replace(stats, num_accepted_tokens_per_pos=(3, 1), step_seconds=0.5)
     pooled = PoolingRequestOutput("p", PoolingOutput(torch.tensor([[1.5, 2], [3, 4]])), [], 5, error="no")
     answers = [Answer(1, {"a": [1]}), Answer(2, error="bad", is_value_error=True)]
-    news = News([output, RequestOutput("b", None, [], None)], stats, answers, [pooled], [Failure("c", "why", "lost")])
+    news = News(
+        [output, RequestOutput("b", None, [], None)], stats, answers, [pooled], [RequestFailure("c", "why", "lost")]
+    )
     found = decode_news(encode_news(news))
     (data,) = [one.outputs.data for one in found.pooled]
     assert torch.equal(data, pooled.outputs.data) and data.dtype == torch.float32

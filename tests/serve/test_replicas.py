@@ -28,9 +28,9 @@ from tritonllm.serve.engines.messages import (
     Answer,
     Call,
     EngineReady,
-    Failure,
     News,
     PoolingFacts,
+    RequestFailure,
 )
 from tritonllm.serve.engines.replicas import Replicas, check_gpus, start_engines, together
 
@@ -161,7 +161,7 @@ def test_one_dies_and_the_others_go_on():
     second.tell(News([], EngineStats(steps=3, num_blocks=64)))
     first.die("killed")
     assert first.closed and not deaths
-    assert news[-1].updates == [Failure(name, "replica 0: killed", "lost") for name in "ac"]
+    assert news[-1].updates == [RequestFailure(name, "replica 0: killed", "lost") for name in "ac"]
     assert all(update.finished for update in news[-1].updates)
     stats = news[-1].stats
     assert (stats.steps, stats.num_blocks, stats.num_running, stats.takes_requests) == (10, 64, 0, True)

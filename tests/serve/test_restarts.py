@@ -23,9 +23,9 @@ from tritonllm.serve.engines.messages import (
     Add,
     Call,
     EngineReady,
-    Failure,
     News,
     PoolingFacts,
+    RequestFailure,
 )
 from tritonllm.serve.engines.replicas import Replicas
 from tritonllm.serve.engines.restarts import WINDOW, Restarts
@@ -174,7 +174,7 @@ def test_one_of_two_comes_back(caplog):
         second.tell(News([], EngineStats(steps=1, num_blocks=64)))
         first.die("killed")
         assert first.closed and replicas.living == [False, True] and not deaths
-        assert news[-1].updates == [Failure("a", "replica 0: killed", "lost")]
+        assert news[-1].updates == [RequestFailure("a", "replica 0: killed", "lost")]
         for name in "cd":
             replicas.send(add(name))
         assert [m.request_id for m in second.sent] == ["b", "c", "d"]
@@ -201,7 +201,7 @@ def test_while_none_lives_requests_are_refused_and_then_taken():
         replicas.send(Call(1, "wake_up", {}))
         links[0].die("killed")
         assert (
-            news[-1].failures == [Failure("a", "replica 0: killed", "lost")]
+            news[-1].failures == [RequestFailure("a", "replica 0: killed", "lost")]
             and news[-1].answers[0].error == "replica 0: killed"
         )
         assert replicas.failure is None and replicas.pid is None and not deaths

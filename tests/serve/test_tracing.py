@@ -142,7 +142,7 @@ def test_without_the_extra(monkeypatch, capsys):
 
     monkeypatch.setattr(tracing, "require_packages", missing)
     assert main(["serve", "--otlp-traces-endpoint", "http://localhost:4318/v1/traces"]) == 1
-    assert "pip install 'tritonllm[otel]'" in capsys.readouterr().err
+    assert "pip install '.[otel]'" in capsys.readouterr().err
 
 
 def test_another_url(capsys):

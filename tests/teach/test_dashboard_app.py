@@ -398,4 +398,4 @@ def test_without_textual(monkeypatch, capsys):
     for argv in (["generate", "--prompt", "a", "--dashboard"], ["dashboard"]):
         with pytest.raises(SystemExit) as stopped:
             main(argv)
-        assert stopped.value.code == 2 and 'pip install "tritonllm[teach]"' in capsys.readouterr().err
+        assert stopped.value.code == 2 and "pip install '.[teach]'" in capsys.readouterr().err

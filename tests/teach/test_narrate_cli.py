@@ -160,7 +160,7 @@ def test_without_rich(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "rich", None)
     with pytest.raises(SystemExit):
         main([*BASE, "--narrate"])
-    assert 'pip install "tritonllm[teach]"' in capsys.readouterr().err
+    assert "pip install '.[teach]'" in capsys.readouterr().err
 
 
 def test_help_imports_nothing_heavy():

@@ -125,7 +125,7 @@ def test_errors(trace, tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", without)
     assert main(["trace", str(trace), "--plot", str(tmp_path / "a.svg")]) == 1
-    assert 'pip install "tritonllm[teach]"' in capsys.readouterr().err
+    assert "pip install '.[teach]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [["generate", "--help"], ["trace", "{trace}"], ["trace", "{trace}", "--json"]])

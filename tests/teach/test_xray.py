@@ -244,7 +244,7 @@ def test_a_missing_package_is_named(monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SystemExit):
         main(["generate", "--prompt", "x", "--xray"])
-    assert 'pip install "tritonllm[teach]"' in capsys.readouterr().err
+    assert "pip install '.[teach]'" in capsys.readouterr().err
 
 
 def test_what_the_options_say():

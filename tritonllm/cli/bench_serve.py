@@ -23,6 +23,7 @@ from tritonllm.cli.bench_runs import spread
 from tritonllm.cli.bench_serve_client import PlannedRequest, Told, model_of, send
 from tritonllm.cli.bench_serve_plot import check_drawing, draw
 from tritonllm.cli.remote import base_of
+from tritonllm.system.extras import install
 from tritonllm.version import __version__
 
 DESCRIPTION = """\
@@ -35,7 +36,7 @@ results, each with mean and percentiles:
   inter-token latency: between two events of a stream (ms)
   end-to-end latency: from sending a request to its last token (ms)
   goodput: requests/s that kept every limit of --goodput"""
-EXTRA = "tritonllm bench serve needs aiohttp ({}): pip install 'tritonllm[bench]'"
+EXTRA = f"tritonllm bench serve needs aiohttp ({{}}): {install('bench')}"
 LIMITS = {"ttft": "ttft_ms", "tpot": "tpot_ms", "e2el": "e2el_ms"}
 NUMBERS: dict[str, tuple[Any, float, str]] = {  # option: default, least value, help
     "num-prompts": (100, 1, "requests"),

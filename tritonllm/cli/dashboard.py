@@ -7,10 +7,11 @@ from importlib.util import find_spec
 from typing import Any
 
 from tritonllm import env
+from tritonllm.system.extras import install
 from tritonllm.teach.viewer import Viewer
 
 URL = "http://127.0.0.1:8000"
-MISSING = 'the dashboard needs textual: pip install "tritonllm[teach]"'
+MISSING = f"the dashboard needs textual: {install('teach')}"
 NO_TERMINAL = "the dashboard needs a terminal, and stdin or stderr is none: give prompts by --prompt or --prompt-file"
 
 

@@ -75,7 +75,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     )
     add_options(parser.add_argument_group("sampling"), SAMPLING)
     add_options(parser.add_argument_group("beam search"), BEAMS)
-    structure = parser.add_argument_group("what the output must look like (needs tritonllm[structured])")
+    structure = parser.add_argument_group("what the output must look like (needs the extra structured)")
     add_options(structure.add_mutually_exclusive_group(), STRUCTURE)
     add_options(parser.add_argument_group("engine"), ENGINE)
     group = parser.add_argument_group("output")

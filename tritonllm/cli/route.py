@@ -9,6 +9,7 @@ from typing import Any
 from tritonllm import env
 from tritonllm.cli.options import LIMITS, add_options, given
 from tritonllm.route.config import POLICIES, BackendConfig, RouterConfig, default_keys, read_config
+from tritonllm.system.extras import install
 
 DESCRIPTION = """\
 Route requests to servers that speak OpenAI's API. It listens on this machine only unless you give --host. SIGTERM or
@@ -18,7 +19,7 @@ EXAMPLES = """\
 examples:
   tritonllm route --backend http://127.0.0.1:8000 --backend http://127.0.0.1:8001
   tritonllm route --config router.toml --host 0.0.0.0"""
-EXTRA = "tritonllm route needs more packages ({}): pip install 'tritonllm[route]'"
+EXTRA = f"tritonllm route needs more packages ({{}}): {install('route')}"
 # Option -> keywords of add_argument; the name is that of the field of RouterConfig.
 OPTIONS: dict[str, dict[str, Any]] = {
     "host": {"metavar": "NAME", "help": "address to listen on (default: 127.0.0.1, this machine only)"},

@@ -14,6 +14,7 @@ from tritonllm.cli.options import ENGINE, LIMITS, SEVERAL, add_options, given
 from tritonllm.cli.pooling_options import POOLING
 from tritonllm.config.checks import json_mapping
 from tritonllm.config.engine import POLICIES, EngineConfig
+from tritonllm.system.extras import install
 from tritonllm.system.starting import no_searches, stopped_by_sigterm
 
 DESCRIPTION = """\
@@ -24,7 +25,7 @@ examples:
   tritonllm serve
   tritonllm serve Qwen/Qwen3-0.6B --served-model-name qwen --port 8080
   TRITONLLM_API_KEY=secret tritonllm serve ./my-model --host 0.0.0.0"""
-EXTRA = "tritonllm serve needs more packages ({}): pip install 'tritonllm[serve]'"
+EXTRA = f"tritonllm serve needs more packages ({{}}): {install('serve')}"
 # Option -> keywords of add_argument; the name is that of the field of ServerConfig.
 SERVER: dict[str, dict[str, Any]] = {
     "host": {"metavar": "NAME", "help": "address to listen on (default: 127.0.0.1, this machine only)"},

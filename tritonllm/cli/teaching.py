@@ -21,7 +21,7 @@ MODES: tuple[tuple[Callable[[Any], None], Callable[[argparse.Namespace], Viewer 
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("seeing the engine think (needs tritonllm[teach], see docs/teach.md)")
+    group = parser.add_argument_group("seeing the engine think (needs the extra teach, see docs/teach.md)")
     for add, _ in MODES:
         add(group)
 

@@ -3,6 +3,8 @@
 import logging
 from typing import Any
 
+from tritonllm.system.extras import install
+
 
 def import_ray(wish: str) -> Any:
     """Import the package ``ray``.
@@ -17,7 +19,7 @@ def import_ray(wish: str) -> Any:
         import ray
         import ray.util
     except ImportError as error:
-        raise ValueError(f"{wish} needs Ray ({error}): pip install 'tritonllm[ray]', or leave it out") from error
+        raise ValueError(f"{wish} needs Ray ({error}): {install('ray')}, or leave it out") from error
     return ray
 
 

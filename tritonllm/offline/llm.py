@@ -25,11 +25,12 @@ from tritonllm.experts.load import ExpertLoad
 from tritonllm.offline.interface import OfflineEngine, RequestRefusedError
 from tritonllm.offline.pooling import PoolingMethods, Progress
 from tritonllm.offline.profiles import LLMProfiles
+from tritonllm.system.extras import install
 
 if TYPE_CHECKING:
     from tritonllm.offline.engines import Engines
 
-EXTRA = "data_parallel_size needs more packages ({}): pip install 'tritonllm[serve]', or leave it out"
+EXTRA = f"data_parallel_size needs more packages ({{}}): {install('serve')}, or leave it out"
 
 
 class LLM(PoolingMethods):

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tritonllm.system.extras import install
 from tritonllm.telemetry.trace_reader import Slice, TraceData
 
 COLOURS = {
@@ -18,7 +19,7 @@ COLOURS = {
 }
 ROWS = 32  # lanes that are drawn
 PIXELS = 3000  # what is narrower than one of so many is not drawn
-NEEDS = 'a picture needs matplotlib: pip install "tritonllm[teach]"'
+NEEDS = f"a picture needs matplotlib: {install('teach')}"
 
 
 def plot(data: TraceData, path: str | Path, begin: float | None = None, end: float | None = None) -> None:

@@ -30,6 +30,7 @@ from tritonllm.engine.grammar.json_schema import read_schema, unsupported
 from tritonllm.engine.grammar.patterns import TooLarge, Unreadable, whole
 from tritonllm.engine.grammar.refusals import NOT_KEPT, of_ebnf, of_regex, of_value
 from tritonllm.engine.grammar.schema_grammar import any_json, grammar_of
+from tritonllm.system.extras import install
 
 logger = logging.getLogger(__name__)
 MOST_KEPT = 256  # compiled grammars; one of a small schema takes some hundred kilobytes
@@ -40,7 +41,7 @@ def _xgrammar() -> Any:
         import xgrammar
     except ImportError as error:
         raise ValueError(
-            "structured_outputs need xgrammar, which is not installed: pip install 'tritonllm[structured]'"
+            f"structured_outputs need xgrammar, which is not installed: {install('structured')}"
         ) from error
     return xgrammar
 

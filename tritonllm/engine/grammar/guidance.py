@@ -24,6 +24,7 @@ from tritonllm.engine.grammar.expressions import is_endless, too_large
 from tritonllm.engine.grammar.json_schema import read_schema, uncountable
 from tritonllm.engine.grammar.refusals import NOT_KEPT, of_ebnf, of_lark, of_regex, of_value
 from tritonllm.engine.grammar.schema_document import Document
+from tritonllm.system.extras import install
 
 _BLANKS = r"( |\n {0,32}|\n\t{0,8})?"  # between two tokens of JSON
 _TIGHT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -42,8 +43,7 @@ def check_installed() -> None:
     """
     if find_spec("llguidance") is None:
         raise ValueError(
-            "structured_outputs_backend='guidance' needs llguidance, which is not installed: "
-            "pip install 'tritonllm[guidance]'"
+            f"structured_outputs_backend='guidance' needs llguidance, which is not installed: {install('guidance')}"
         )
 
 

@@ -16,6 +16,8 @@ from uuid import uuid4
 
 import numpy as np
 
+from tritonllm.system.extras import install
+
 BACKEND = "UCX"
 PROGRESS = 100  # microseconds between two looks of an agent's own thread at its connections; with 0 it fills a core
 Span = tuple[int, int]  # an address, and bytes there
@@ -67,7 +69,7 @@ def load_nixl() -> MakeAgent:
         nixl = import_module("nixl")
     except ImportError as error:
         raise ValueError(
-            f"kv_transfer_config: kv_connector='Nixl' needs the package nixl ({error}): pip install 'tritonllm[nixl]', "
+            f"kv_transfer_config: kv_connector='Nixl' needs the package nixl ({error}): {install('nixl')}, "
             "or take 'Peer'"
         ) from error
     return lambda: NixlAgent(nixl)

@@ -10,8 +10,9 @@ from typing import Any
 
 from tritonllm.config.sampling_params import SamplingParams
 from tritonllm.engine.data.outputs import EngineOutput, RequestMetrics, RequestOutput
+from tritonllm.system.extras import install
 
-EXTRA = "--otlp-traces-endpoint needs more packages ({}): pip install 'tritonllm[otel]'"
+EXTRA = f"--otlp-traces-endpoint needs more packages ({{}}): {install('otel')}"
 SPAN = "llm_request"
 
 

@@ -54,8 +54,8 @@ from tritonllm.serve.engines.messages import (
     Call,
     EngineReady,
     Failed,
-    Failure,
     News,
+    RequestFailure,
     Stop,
     ToEngine,
     Update,
@@ -389,7 +389,7 @@ class EngineLoop:
         """Say what is wrong with a request. What it brings out must not end the others'."""
         if isinstance(error, ValueError | AsleepError):
             kind: Literal["asleep", "refused"] = "asleep" if isinstance(error, AsleepError) else "refused"
-            update: Update = Failure(message.request_id, str(error), kind)
+            update: Update = RequestFailure(message.request_id, str(error), kind)
         else:
             logger.error("request %s could not be taken", message.request_id, exc_info=error)
             update = _without_result(message, f"{type(error).__name__}: {error}")

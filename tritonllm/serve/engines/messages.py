@@ -23,7 +23,7 @@ from tritonllm.config.sampling_params import (
 from tritonllm.config.thought_format import ThoughtFormat
 from tritonllm.engine.data.outputs import EngineOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
 from tritonllm.engine.data.stats import EngineStats
-from tritonllm.serve.engines.positional import Rows, Special
+from tritonllm.serve.engines.positional import PositionalRows, Special
 
 NESTED_FIELDS: dict[str, Any] = {
     "structured_outputs": StructuredOutputsParams,
@@ -82,7 +82,7 @@ ToEngine = Add | Abort | Call | Stop
 
 
 @dataclass(slots=True)
-class Failure:
+class RequestFailure:
     """Why nothing more comes of a request, nor any output.
 
     Attributes:
@@ -96,7 +96,7 @@ class Failure:
     finished: ClassVar[bool] = True
 
 
-Update = EngineOutput | Failure  # what is new of one request
+Update = EngineOutput | RequestFailure  # what is new of one request
 
 
 @dataclass(slots=True)
@@ -118,7 +118,7 @@ class News:
     stats: EngineStats
     answers: list[Answer] = dataclasses.field(default_factory=list)
     pooled: list[PoolingRequestOutput[PoolingOutput]] = dataclasses.field(default_factory=list)
-    failures: list[Failure] = dataclasses.field(default_factory=list)
+    failures: list[RequestFailure] = dataclasses.field(default_factory=list)
 
     @classmethod
     def of(cls, updates: Iterable[Update], stats: EngineStats) -> "News":
@@ -149,7 +149,7 @@ def _unpack_pooled(packed: tuple[list[int], bytes]) -> PoolingOutput:
 
 
 # Sent are a shape, and the bytes of float32 numbers in the machine's order.
-_NEWS = Rows(News, {PoolingOutput: Special(tuple[list[int], bytes], _pack_pooled, _unpack_pooled)})
+_NEWS = PositionalRows(News, {PoolingOutput: Special(tuple[list[int], bytes], _pack_pooled, _unpack_pooled)})
 _decode = msgspec.msgpack.Decoder(_NEWS.type).decode
 
 

@@ -9,7 +9,7 @@ from tritonllm.engine.data.asleep import AsleepError
 from tritonllm.engine.data.outputs import EngineOutput
 from tritonllm.engine.data.request import PACKED_BYTES
 from tritonllm.serve.engines.engine_client import EngineDeadError
-from tritonllm.serve.engines.messages import Add, Failure, Update
+from tritonllm.serve.engines.messages import Add, RequestFailure, Update
 from tritonllm.serve.engines.room import EngineRoom
 
 logger = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ class OpenRequests:
             self._abort(update.request_id)
 
     def _hand_on(self, update: Update, collector: OutputReader) -> None:
-        if isinstance(update, Failure):
+        if isinstance(update, RequestFailure):
             if self.observer is not None:
                 self.observer.failed(update.request_id, update.why)
             collector.fail(ERRORS[update.kind](update.why))

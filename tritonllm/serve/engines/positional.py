@@ -33,7 +33,7 @@ class Code(NamedTuple):
     unpack: str
 
 
-class Rows:
+class PositionalRows:
     """How values of one type go to another process.
 
     Args:

@@ -23,7 +23,7 @@ from tritonllm.engine.data.request import packed_from
 from tritonllm.engine.data.stats import EngineStats
 from tritonllm.serve.engines import profiling
 from tritonllm.serve.engines.engine_client import EngineClient, EngineDeadError, EngineLink, EngineProcess
-from tritonllm.serve.engines.messages import Abort, Add, Answer, Call, EngineReady, Failure, News, ToEngine
+from tritonllm.serve.engines.messages import Abort, Add, Answer, Call, EngineReady, News, RequestFailure, ToEngine
 from tritonllm.serve.engines.placement import Placement
 from tritonllm.serve.engines.profiling import ProfilerConfig
 from tritonllm.serve.engines.restarts import STARTING, Restarts, StartingProcess
@@ -327,7 +327,7 @@ class Replicas:
         failures = []
         for request_id in lost:
             _, count = self._owners.pop(request_id)
-            failures += [Failure(request_id, why, "lost")] * count
+            failures += [RequestFailure(request_id, why, "lost")] * count
         self._past[number] = self.stats[number] = _totals(self.stats[number])
         answers = []
         for call, (missing, _) in list(self._calls.items()):

@@ -12,6 +12,7 @@ from typing import Any
 
 from tritonllm.dist.ray_cluster import import_ray
 from tritonllm.serve.ray.options import Plan, ServeOptions, read_plan
+from tritonllm.system.extras import install
 
 WISH = "tritonllm.serve.ray.ray_serve"
 ENGINES, INGRESS = "engines", "ingress"  # the names of the deployments
@@ -96,7 +97,7 @@ def import_serve() -> Any:
         from ray import serve
         from ray.serve.request_router import RequestRouter
     except ImportError as error:
-        raise ValueError(f"{WISH} needs a newer Ray with Serve ({error}): pip install -U 'tritonllm[ray]'") from error
+        raise ValueError(f"{WISH} needs a newer Ray with Serve ({error}): {install('ray', options='-U')}") from error
     if not hasattr(RequestRouter, "on_request_completed"):
         raise ValueError(
             f"{WISH} needs a newer Ray, whose routers learn of a request's end: pip install -U 'ray[serve]'"

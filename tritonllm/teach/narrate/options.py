@@ -4,6 +4,7 @@ import argparse
 import math
 from typing import Any
 
+from tritonllm.system.extras import install
 from tritonllm.teach.viewer import Viewer
 
 LANGUAGES = ("en", "zh")
@@ -45,7 +46,7 @@ def make(args: argparse.Namespace) -> Viewer | None:
     try:
         import rich  # noqa: F401 - to know now that it is there
     except ImportError as error:
-        raise ValueError('--narrate needs the package rich: pip install "tritonllm[teach]"') from error
+        raise ValueError(f"--narrate needs the package rich: {install('teach')}") from error
     from tritonllm.teach.narrate.viewer import Narrator
 
     return Narrator(

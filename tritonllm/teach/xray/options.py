@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from tritonllm.system.extras import install
 from tritonllm.teach.viewer import Viewer
 from tritonllm.teach.xray.wishes import Wishes
 
@@ -73,7 +74,7 @@ def make(args: argparse.Namespace) -> Viewer | None:
         return None
     for package in ("rich", "matplotlib"):
         if importlib.util.find_spec(package) is None:
-            raise ValueError(f'--xray needs the package {package}: pip install "tritonllm[teach]"')
+            raise ValueError(f"--xray needs the package {package}: {install('teach')}")
     from tritonllm.teach.xray.viewer import XRay
 
     return XRay(wishes)
