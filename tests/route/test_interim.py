@@ -6,7 +6,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import pytest
-from support.waiting import eventually
+from support.waiting import PATIENCE, eventually
 
 from tritonllm.route.config import BackendConfig
 from tritonllm.route.interim import MOST
@@ -67,7 +67,8 @@ def test_an_answer_comes_behind_some(interim, routing, before):
 def test_an_endless_row_of_them_is_a_failure_and_others_go_on(interim, routing, backends, before):
     interim.before, interim.endless = before, True
     (other,) = backends(models=("n",))
-    router = routing([interim.backend, other], max_retries=1, failure_threshold=2)
+    stays_open = {"backoff_seconds": PATIENCE, "max_backoff_seconds": PATIENCE}
+    router = routing([interim.backend, other], max_retries=1, failure_threshold=2, **stays_open)
     answers = []
     threading.Thread(target=lambda: answers.append(ask(router)), daemon=True).start()
     eventually(lambda: ask(router, "n").json()["from"] == other.name and answers)
