@@ -99,3 +99,11 @@ def test_classes_have_their_old_names_still(module, old, new):
         assert getattr(found, old) is getattr(found, new)
     with pytest.raises(AttributeError, match=r"has no attribute 'Nothing'"):
         found.Nothing  # noqa: B018
+
+
+def test_the_names_of_the_module_of_configurations():
+    config = importlib.import_module("tritonllm.config")
+    for name, home in config._HOME.items():
+        assert getattr(config, name) is getattr(importlib.import_module(f"tritonllm.config.{home}"), name)
+    with pytest.raises(AttributeError, match=r"'tritonllm.config' has no attribute 'Nothing'"):
+        config.Nothing  # noqa: B018

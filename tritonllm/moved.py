@@ -8,13 +8,11 @@ import importlib
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-PACKAGE, ROOT = __name__.split(".")[0], Path(__file__).parent
+PACKAGE = __name__.split(".")[0]
 # By a room's old place, the folders that its files went to, the first one first; ``*`` is each room inside.
 FOLDERS = {
     "": ("config", "system", "http"),
@@ -52,18 +50,21 @@ def place_of(name: str) -> str | None:
     Args:
         name: the old one, without the package's: ``engine.scheduler``.
     """
+    from pathlib import Path  # every program that imports the package would pay for it
+
     if name in MERGED:
         return MERGED[name]
+    root = Path(__file__).parent
     folder, _, file = name.rpartition(".")
     rooms, file = FOLDERS.get(folder, ()), NAMES.get(name, file)
-    found = [path for room in rooms for path in ROOT.glob(f"{room}/{file}.py")]
+    found = [path for room in rooms for path in root.glob(f"{room}/{file}.py")]
     for prefix, room in PREFIXES.items():
         if name.startswith(prefix):
-            found += ROOT.glob(f"{room}/{name.removeprefix(prefix)}.py")
-    return ".".join(found[0].relative_to(ROOT).with_suffix("").parts) if found else None
+            found += root.glob(f"{room}/{name.removeprefix(prefix)}.py")
+    return ".".join(found[0].relative_to(root).with_suffix("").parts) if found else None
 
 
-class MovedModules(MetaPathFinder, Loader):
+class MovedModules:
     """Finds what no other finder has found, under its old name."""
 
     def find_spec(
@@ -71,7 +72,11 @@ class MovedModules(MetaPathFinder, Loader):
     ) -> ModuleSpec | None:
         package, _, name = fullname.partition(".")
         new = place_of(name) if package == PACKAGE and name else None
-        return None if new is None else ModuleSpec(fullname, self, origin=f"{PACKAGE}.{new}")
+        loader: Any = self  # importlib.abc's class is a third of what importing the package takes
+        return None if new is None else ModuleSpec(fullname, loader, origin=f"{PACKAGE}.{new}")
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Leave it to Python to make an empty module."""
 
     def exec_module(self, module: ModuleType) -> None:
         """Put the module of the new name in the place of an empty one, as what imports it allows."""

@@ -32,7 +32,7 @@ PREFIXES = {
     "language_model.model.": "model.",
     "model.language_model.model.": "model.",
     "model.language_model.": "model.",
-    "language_model.": "",
+    "language_model.lm_head.": "lm_head.",
     "model.text_model.": "model.",
 }
 TOWERS = {
@@ -106,8 +106,7 @@ def _with_defaults(kind: str, part: Config) -> dict[str, Any]:
 
 def names_in_files(name: str) -> list[str]:
     """What a checkpoint of more than text may call a tensor of the text model."""
-    stripped = [(prefix, begins) for prefix, begins in PREFIXES.items() if name.startswith(begins or "lm_head")]
-    return [prefix + name.removeprefix(begins) for prefix, begins in stripped]
+    return [prefix + name.removeprefix(begins) for prefix, begins in PREFIXES.items() if name.startswith(begins)]
 
 
 def is_of_a_tower(name: str) -> bool:
