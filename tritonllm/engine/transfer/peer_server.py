@@ -85,8 +85,12 @@ class PeerServer:
         with self._lock:
             refused = self._closed or len(self._served) >= MOST_CONNECTIONS
             if not refused:
-                thread.start()
-                self._served[channel] = thread
+                self._served[channel] = thread  # first: it may have answered by the time that start() returns
+                try:
+                    thread.start()
+                except RuntimeError:
+                    del self._served[channel]
+                    raise
         if refused:
             channel.close()
 
