@@ -41,11 +41,9 @@ class Reach(NamedTuple):
         return max(self)
 
 
-# By number of ranks; python -m bench.all_reduce measures them. Two ranks send the same bytes in either way, wait once
-# in one shot, and are faster than NCCL's at every size: 64 MiB of rows with addition and norm take 199 us on two H200s,
-# NCCL's way 319. On four H200s, with addition and norm, in one shot, in two, and NCCL's way: 64 KiB 5.4, 7.2 and 12.4
-# us; 256 KiB 7.5, 7.4 and 12.9; 2 MiB 28.7, 14.8 and 29.9; 32 MiB 302, 175 and 204; 128 MiB 1201, 703 and 742. Other
-# numbers of ranks have not been measured, nor four H100s.
+# By number of ranks; python -m bench.all_reduce measures them. Two ranks send the same bytes in either way, and wait
+# only once in one shot. Of four, two shots are faster from 256 KiB on. Both beat NCCL at every size where they are used
+# (docs/notebook/collectives.md). Other numbers of ranks have not been measured, nor four H100s.
 REACH = {2: Reach(one_shot=1 << 30), 4: Reach(one_shot=256 << 10, two_shot=1 << 30)}
 FURTHER = Reach(one_shot=256 << 10)
 

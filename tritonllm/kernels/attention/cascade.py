@@ -51,8 +51,8 @@ def cascade_parts(batch: int) -> int:
     """Into how many parts to divide the shared keys: a power of two, at most ``MAX_PARTS``.
 
     With 32 heads, B sequences are ``B / 4`` tiles of 128 (query, head) pairs: 256 // B parts make 64 programs of them.
-    Twice as many fill an H200 and win from some 2000 shared keys on (B 256: 101.7 us against 108.8, at 8192 148.9
-    against 201.5), but their states cost more than that below (at 512: 94.9 against 85.0).
+    Twice as many fill an H200 and win from some 2000 shared keys on, but their states cost more than that below
+    (docs/notebook/decode-attention.md, "Cascade").
     Batches that differ by less than a step of 16 get the same number, so that a padded batch needs no other plan.
     """
     wanted = max(1, 256 // (triton.cdiv(batch, 16) * 16))

@@ -54,15 +54,13 @@ def balanced_config(head_size: int, group: int, dtype: str, cache_dtype: str) ->
 def sm90_config(head_size: int, group: int, cache_dtype: str, programs: int | None = None) -> tuning.Config:
     """Two programs on each processor with up to 16 rows, else one; up to 8 rows each warp works on its own.
 
-    ``programs``: pairs of sequence and key/value head, None if nobody knows. A few are cut into as many parts as run
-    at once, which are merged. One program a processor, with twice the tiles on their way, has half as many parts: with
-    4 pairs and 8 rows 23.3 us instead of 27.7 at 30,000 keys, 11.3 and 13.9 at 4,000 (with 2 rows 13.8 and 11.5 at
-    12,000); with 16 rows 25.9 and 31.2 at 24,000. With 8 pairs and 8 rows or fewer it wins 4% at 24,000 and loses 15%
-    at 6,000.
+    A few pairs are cut into as many parts as run at once, which are merged: one program a processor, with twice the
+    tiles on their way, has half as many parts, and wins a sixth with 4 pairs of 8 rows. Otherwise more tiles on their
+    way than needed do harm; up to 32 pairs have few tiles each, and three let more of them begin early
+    (docs/notebook/decode-attention.md, "How many tiles on their way").
 
-    More tiles on their way than needed do harm: b64 x 4096 238 us with two, 239.5 with three; float8 127 with two of
-    128 keys, 131 with three (with three of 64 the same 127, but b256 x 1024 135 instead of 130). Up to 32 pairs have
-    few tiles each, and three let more of them begin early: 16 pairs at 3,000 keys 11.6 us with three, 12.7 with two.
+    Args:
+        programs: pairs of sequence and key/value head, None if nobody knows.
     """
     float8 = cache_dtype.startswith("float8")
     block_m = 8 if group <= 8 else max(16, triton.next_power_of_2(group))
@@ -89,10 +87,8 @@ def decode_short_keys(heads: int, kv_heads: int, head_size: int, dtype: torch.dt
     """Up to how many keys decode attention of so many sequences is a matter of latency: the few kernel's, which is one
     launch with what prepares it. 0: it never is.
 
-    Where an H200 takes as long with Hopper's kernel, in keys, by the few kernel's (sequence, tile of heads) pairs:
-    8 pairs 2,600 (16 query heads, 8 of keys, of 128) and 7,000 (14, 2, of 64), 16 pairs 2,700 (32, 8) and 5,000 (28,
-    4; 32, 4), 32 pairs 1,100 (16, 8) and 950 (32, 8), 64 pairs 430 to 550 (all of these). Far from there it matters: at
-    256 keys 64 pairs take 5.7 us and 8.0, at 16,000 keys 59 and 26 if one sequence of eight has them.
+    The limits are where an H200 takes as long with Hopper's kernel: 2,600 keys with 8 pairs of a sequence and a tile of
+    heads, some 1,000 with 32, 430 with 64 (docs/notebook/decode-attention.md, "Short or long").
     """
     group = heads // kv_heads
     if group > 16 or head_size > 256 or dtype not in (torch.bfloat16, torch.float16):
@@ -147,10 +143,8 @@ def _few_pays(lengths: str, cache_dtype: str) -> bool:
 
 
 def _sm90_pays(group: int, programs: int, cache_dtype: str) -> bool:
-    """Hopper's, balanced and split on an H200, in microseconds: with 8 programs 38.0, 46.6, 42.8 (b1 x 32768), 64 66.4,
-    70.9, 68.8 (b8 x 8192), 512 238, 261, 269 (b64 x 4096), 1024 238, 263, 266 (b128 x 2048), 2048 240, 267, 246 (b256 x
-    1024), with lengths 1 to 300 51, 70, 50. With a float8 cache Hopper's is the fastest everywhere, then balanced:
-    split has no loop of its own for it."""
+    """Whether Hopper's kernel is the fastest: it is up to some 2,000 programs, and everywhere with a float8 cache, for
+    which split has no loop of its own (docs/notebook/decode-attention.md, "Which kernel")."""
     return group <= SM90_ROWS and (programs <= 2112 or cache_dtype.startswith("float8"))
 
 

@@ -33,11 +33,8 @@ def invariant_config(many_decodes: bool, head_size: int, dtype: str) -> tuning.C
     How a tile is dealt out to threads decides that order. Where each warp has 16 whole rows, be they all that the
     program has or a quarter, it is one and the same: on an H200 16 x 32 tiles of one warp, 64 x 32 of four and 128 x 32
     of eight (not 16 x 32 of two warps, which share rows). So ``many_decodes`` have small programs, of which a processor
-    holds many: 256 of 600 keys 161 us, with 64 rows 175 (what need not be invariant: 151), 64 of 1024 keys 76 (89; 73).
-    Few are faster with four warps, and so are long sequences: one of 4096 keys 39 us, of one warp 90.
-
-    Of 22 for head size 128 the best of decodes and prompts that spills nothing: 16 prompts of 512 tokens 160 us (with
-    tiles of 64 keys 191; what need not be invariant: 96).
+    holds many; few are faster with four warps, and so are long sequences. For head size 128 the best of 22 that spill
+    nothing (docs/notebook/decode-attention.md, "One order of sums").
     """
     if dtype == "float32":  # exact products run on the ordinary units, with operands in registers
         return {"BLOCK_M": 32, "BLOCK_N": 16, "num_warps": 8, "num_stages": 2}

@@ -29,13 +29,9 @@ from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_nex
 from tritonllm.kernels.runtime.registry import register_op, with_reference
 from tritonllm.kernels.runtime.variants import Variant, Variants
 
-# Rows whose gated products are faster so than by any other kernel of `linear`, also where bits may depend on the batch.
-# On an H100, times of gate and up against `portable/tiles.py`: of Llama-3.1-8B 0.87 (4 to 16 rows), 0.96 (32 and 64),
-# of Qwen3-8B 0.92 to 0.97, Llama-3.2-1B 0.95 to 0.97, a quarter of Llama-3.1-70B 0.97 to 0.99; of Qwen3-0.6B 0.93 (4 to
-# 16), 0.82 (32), 1.08 (64). From 80 to 256 rows, against cuBLAS and an activation behind it: of small weights 0.77 to
-# 0.88. Of others on an H200 (Llama-3.1-8B, Qwen3-4B and -8B, a quarter and a half of Llama-3.1-70B) 1.01 to 1.21 for 80
-# to 128 rows, 1.1 to 1.5 for 160 and 192, and 0.97 to 1.31 for 256: steps of Qwen3-4B with 144 rows take 5.3 ms so and
-# 4.6 by the others, of Llama-3.1-8B 7.7 and 6.7.
+# Rows whose gated products are faster so than by any other kernel of `linear`, also where bits may depend on the batch:
+# up to 64 with any weight (but for 64 of Qwen3-0.6B's, 8% slower), up to 256 with small ones. Beyond 64 rows large ones
+# take up to 1.5 times as long (docs/notebook/products.md, "Gate and up of few rows").
 MIN_GATED, MAX_GATED, MAX_GATED_SMALL = 2, 64, 256
 SMALL = 2**23  # elements of a weight; Qwen3-0.6B's have up to 6.3 million, Llama-3.1-8B's 17 million and more
 

@@ -153,8 +153,7 @@ def _place_kernel(
 def default_config(pairs: int, experts: int) -> tuning.Config:
     """Chunks small enough to be sorted soon, and few enough for their counts to be added up soon.
 
-    128 experts on an H200, in microseconds: 512 pairs 4.4 with chunks of 64, 5.5 of 128, 10.9 of 512; 2048 pairs 4.9,
-    4.8 and 9; 8192 pairs 6.0 of 128, 6.1 of 256, 7.5 of 512; 65536 pairs 15.7 of 256, 14.6 of 512.
+    For each size the fastest of 128 experts on an H200 (docs/notebook/experts.md, "Order of the pairs").
     """
     sizes = ((128, 32, 16), (1024, 64, 16), (4096, 128, 16), (16384, 128, 32))
     chunk, columns = next((size[1:] for size in sizes if pairs <= size[0]), (512, 16))

@@ -195,10 +195,9 @@ def few_row_tiles(group: int, programs: int) -> int:
 def few_config(head_size: int, group: int, programs: int) -> tuning.Config:
     """``BLOCK_M``: query heads of a program; ``PROGRAMS``: how many programs to aim for.
 
-    A layer at batch 1 and 130 to 384 keys: Qwen3-30B-A3B (8 heads a group) takes 43.7 us with 8 heads and 64 keys a
-    program of two warps, 40.5 with 2 heads and 32 keys of one warp; Llama-3.1-8B (4) 109.5 and 106.9; Qwen3-0.6B (2)
-    16.0 and 15.5. The keys that programs of a group share come from the second-level cache. Four sequences, 800 keys,
-    with 4 heads instead of 2: 7.7 us and 9.2 (groups of 8), 8.6 and 10.1 (4).
+    Few heads a program win, although programs of a group read the same keys: those come from the second-level cache. A
+    layer of Qwen3-30B-A3B at batch 1 takes 40.5 us with 2 heads of 8, 43.7 with all 8
+    (docs/notebook/decode-attention.md, "Heads of a group apart").
     """
     heads = _few_heads(group, programs)
     block_n = 32 if head_size <= 128 else 16

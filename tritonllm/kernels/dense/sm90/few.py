@@ -35,23 +35,11 @@ from tritonllm.kernels.runtime.checks import aligned
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
 
 MIN_ROWS, MAX_ROWS = 2, 16
-# Elements of a layer's products up to which they are all faster so. Four products with their norms and additions, on an
-# H200, in microseconds, without this kernel and with it:
-#
-#   rows   Qwen3-0.6B     Llama-3.2-1B   Qwen3-4B       Phi-3-mini     Llama-3.1-8B
-#   4      20.6 -> 16.8   44.2 -> 40.9   73.4 -> 65.1   74.4 -> 67.2   120.4 -> 121.8
-#   8      20.9 -> 17.3   44.2 -> 41.9   72.6 -> 67.2   74.3 -> 68.9   117.0 -> 120.1
-#   16     21.1 -> 19.6   44.6 -> 45.2   73.4 -> 72.0   75.1 -> 76.8   118.5 -> 128.1
-#
-# and whole decode steps, of 500 keys, in milliseconds:
-#
-#   4      0.913 -> 0.751   0.972 -> 0.899   3.178 -> 2.906
-#   8      1.004 -> 0.875   0.998 -> 0.976   3.259 -> 3.093
-#   16     1.163 -> 1.123   1.068 -> 1.052   3.443 -> 3.340
+# Elements of a layer's products up to which all of them are faster so with any number of rows here. Llama-3.1-8B, which
+# is above, wins with 4 rows and fewer only (docs/notebook/products.md, "2 to 16 rows").
 LIGHT = 2**27
-# Of the most shared memory (100 of 228 KB). Steps of Qwen3-0.6B, 8 sequences: 0.952 without a wish, 0.885 with 0,
-# 0.883 with 14, 0.879 with 28, 0.875 with 43, 0.899 with 57; of Qwen3-4B 4.16, 3.59, -, 3.10, 3.09, 3.14: attention,
-# which is between the products, wants some.
+# Of the most shared memory: 100 of 228 KB. More leaves these loads less cache, less leaves attention, which is between
+# the products, too little: a step of Qwen3-0.6B takes 0.875 ms so, 0.899 with 57% and 0.952 without a wish.
 SHARED_PERCENT = 43
 MAX_TURNS, MAX_K = 64, 2**15  # turns that are unrolled: of 8 warps at most
 

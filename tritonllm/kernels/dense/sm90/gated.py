@@ -24,13 +24,8 @@ from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_nex
 
 # Rows from which on it is taken: beyond a power of two, because warm-up steps are powers of two, and what cuBLAS's
 # products need for up to so many rows (the activation's kernel) is then launched by one of them.
-#
-# An H200, bfloat16, cuBLAS with `silu_and_mul` -> this kernel, in microseconds:
-#
-#   rows   I 14336, K 4096   I 12288, K 4096   I 3072, K 1024
-#   8192      2961 -> 2811      2589 -> 2415   195.8 -> 171.6
-#   2048       775 -> 745        646 -> 629     51.3 -> 44.0
-#    512       178 -> 211        167 -> 161     14.6 -> 14.8
+# It saves 3 to 14% of cuBLAS with `silu_and_mul` at 2048 rows and more, and loses up to 19% at 512
+# (docs/notebook/products.md, "More than 1024 rows").
 MIN_M = 1025
 
 BLOCK_I = 64  # rows of gate, and of up
