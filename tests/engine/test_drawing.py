@@ -7,6 +7,7 @@ import torch
 from support.ranks import run_ranks
 from support.tiny_models import tiny_config, write_checkpoint
 
+from tritonllm.config.sampling_rows import SamplingRows
 from tritonllm.dist.group import ConnectedGroup
 from tritonllm.dist.shared_rows import SharedRows
 from tritonllm.engine.step.device_seats import DeviceSeats
@@ -15,7 +16,6 @@ from tritonllm.engine.step.pooler import Pooler
 from tritonllm.engine.step.sampler import Sampler
 from tritonllm.kernels import SHARD_UNIT, sample
 from tritonllm.kernels.sampling.common import STEP
-from tritonllm.kernels.sampling.seats import SamplingRows
 from tritonllm.kernels.sampling.shard import Found
 from tritonllm.models import checkpoint
 from tritonllm.models.decoder import Decoder

@@ -9,9 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tritonllm.config.sampling_rows import SamplingRows
 from tritonllm.engine.data.inputs import upload_step
 from tritonllm.engine.data.step import PromptSpan, SharedPrefix, Step
-from tritonllm.engine.data.step_inputs import PARAMETERS, SamplingParameters, StepInputs
+from tritonllm.engine.data.step_inputs import PARAMETERS, StepInputs
 from tritonllm.engine.step import graphs as module
 from tritonllm.engine.step.common_steps import Need, room_for_rows
 from tritonllm.engine.step.device_seats import DeviceSeats
@@ -166,7 +167,7 @@ def step_of(lengths, chunks=(), seed=0):
     segments = Segments(decodes(n), chunk=Segment(len(chunks), sum(counts), max(counts, default=0)))
     tables = rng.permutation(200)[: len(spans) * width].reshape(len(spans), width).astype(np.int32)
     longest = int(seq_lens[:n].max(initial=0))
-    return Step(segments, inputs, tables, samples, SamplingParameters(**parameters), longest)
+    return Step(segments, inputs, tables, samples, SamplingRows(**parameters), longest)
 
 
 def sharing(n, blocks, who, seed=0):

@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
 
+from tritonllm.config.sampling_rows import SamplingRows
 from tritonllm.engine.data.agreement import Sums
 from tritonllm.engine.data.copy_batches import Fills, Transfers
 from tritonllm.engine.data.pooled_spans import PooledSpan
 from tritonllm.engine.data.request import Pooling
 from tritonllm.engine.data.step import OF_THE_FIRST, PromptSpan, SeatTokens, SharedPrefix, Step
 from tritonllm.engine.data.step_bytes import MalformedError, StepMessage, pack, unpack
-from tritonllm.engine.data.step_inputs import PARAMETERS, SamplingParameters
+from tritonllm.engine.data.step_inputs import PARAMETERS
 from tritonllm.engine.step.dummy_step import dummy_step
 
 COUNTS = st.integers(0, 5)
@@ -46,7 +47,7 @@ def steps(draw):
     parameters = {name: draw(numbers(column.dtype, 4)) for name, column in PARAMETERS.items()}
     return dataclasses.replace(
         step,
-        parameters=draw(st.none() | st.just(SamplingParameters(**parameters))),
+        parameters=draw(st.none() | st.just(SamplingRows(**parameters))),
         longest=draw(st.integers(0, 1 << 20) | st.just(np.int64(7))),
         shared=draw(st.none() | st.builds(SharedPrefix, COUNTS, numbers(np.bool_, decodes))),
         late=draw(st.booleans() | st.just(np.True_)),

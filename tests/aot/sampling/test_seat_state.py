@@ -2,8 +2,9 @@ import pytest
 import torch
 from support.aot import assert_resources, compile_kernels, each_arch
 
+from tritonllm.config.sampling_rows import SamplingRows
 from tritonllm.kernels import advance_seats
-from tritonllm.kernels.sampling.seats import Decodes, SamplingRows, SeatState, StepRows, Verdict
+from tritonllm.kernels.sampling.seats import Decodes, SeatState, StepRows, Verdict
 
 DTYPES = {"top_k": torch.int32, "seeds": torch.int64, "steps": torch.int64}
 

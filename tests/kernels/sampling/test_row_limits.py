@@ -8,8 +8,9 @@ from support.compare import FLOATS
 from support.examples import examples
 from support.limits import check_limits
 
+from tritonllm.config.sampling_rows import SamplingRows
 from tritonllm.kernels.runtime import tuning
-from tritonllm.kernels.sampling.common import Parameters, scan
+from tritonllm.kernels.sampling.common import scan
 from tritonllm.kernels.sampling.row_limits import find_row_limits
 
 
@@ -19,7 +20,7 @@ def check(logits, temperature, top_k, top_p, min_p):
     group_max, group_sum = scan(logits, temperature)
     groups = torch.empty_like(group_max, dtype=torch.int32)
     limits = find_row_limits(
-        logits, Parameters(temperature, top_k, top_p, min_p, None, None), group_max, group_sum, groups
+        logits, SamplingRows(temperature, top_k, top_p, min_p, None, None), group_max, group_sum, groups
     )
     rows = logits.reshape(-1, vocab)
     parameters = [t.repeat_interleave(positions) for t in (temperature, top_k, top_p, min_p)]
@@ -70,7 +71,7 @@ def test_rows_may_lie_apart(device):
 def test_without_limits_nothing_is_launched(device):
     logits, temperature, *_ = make_case(2, 1, 300, torch.float32, 2, device)
     groups = torch.empty(2, 3, device=device)
-    assert find_row_limits(logits, Parameters(temperature, *[None] * 5), groups, groups, groups.int()) is None
+    assert find_row_limits(logits, SamplingRows(temperature, *[None] * 5), groups, groups, groups.int()) is None
 
 
 @pytest.mark.gpu

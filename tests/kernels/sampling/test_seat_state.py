@@ -3,8 +3,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tritonllm.config.sampling_rows import SamplingRows
 from tritonllm.kernels import advance_seats, advance_seats_ref
-from tritonllm.kernels.sampling.seats import Decodes, SamplingRows, SeatState, StepRows, Verdict
+from tritonllm.kernels.sampling.seats import Decodes, SeatState, StepRows, Verdict
 
 DTYPES = {"top_k": torch.int32, "seeds": torch.int64, "steps": torch.int64}
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from tritonllm.config.sampling_rows import SamplingRows
 from tritonllm.engine.data.step import SharedPrefix, Step
 from tritonllm.engine.data.step_inputs import (
     ALIGNMENT,
@@ -19,7 +20,6 @@ from tritonllm.engine.data.step_inputs import (
 )
 from tritonllm.kernels import CascadePlan
 from tritonllm.kernels.attention.cascade import cascade_parts
-from tritonllm.kernels.sampling.seats import SamplingRows
 from tritonllm.layers.metadata import AttentionMetadata
 
 PINNED = 8  # blocks of each size that are kept: what three steps, one running and two on their way, have in flight
@@ -50,7 +50,7 @@ class Batch:
 
     def sampling(self, rows: int) -> SamplingRows:
         """The sampling parameters of the first ``rows`` sequences that are sampled from."""
-        return SamplingRows(*(column[:rows] for column in self.rows))
+        return self.rows.each(lambda column: column[:rows])
 
     def telling(self, stored: Callable[[int], None]) -> "Batch":
         """This batch, with a function that is called when each layer is launched (see

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tritonllm.config.sampling_params import SamplingParams
+from tritonllm.config.sampling_rows import SamplingRows
 from tritonllm.engine.data.copy_batches import Fills, Transfers
 from tritonllm.engine.data.edits import SeatEdits
 from tritonllm.engine.data.pooled_spans import PooledSpan
-from tritonllm.engine.data.step_inputs import SamplingParameters, StepInputs, StepRoom
+from tritonllm.engine.data.step_inputs import StepInputs, StepRoom
 from tritonllm.layers.segments import Segments
 
 
@@ -157,7 +158,7 @@ class Step:
     inputs: StepInputs[np.ndarray]
     block_tables: np.ndarray
     samples: np.ndarray
-    parameters: SamplingParameters[np.ndarray] | None = None
+    parameters: SamplingRows[np.ndarray] | None = None
     longest: int = 0
     shared: SharedPrefix | None = None
     logprobs: int | None = None

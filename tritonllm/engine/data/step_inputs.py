@@ -14,6 +14,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
+from tritonllm.config.sampling_rows import DTYPES, NEUTRAL
 from tritonllm.layers.segments import Segment, Segments
 
 ALIGNMENT = 16  # bytes: kernels are compiled for pointers that are multiples of it
@@ -87,32 +88,11 @@ class StepInputs(Generic[Array]):
     limits: Array = field(metadata=_column(np.int32, Per.ROW, padding=1))
 
 
-@dataclass(frozen=True)
-class SamplingParameters(Generic[Array]):
-    """What a draw needs beside logits, of each seat. Of a step's rows the device makes the same.
-
-    Attributes:
-        temperature, top_p, min_p, top_k: 0, 1, 0 and 0 for greedy, and no limits.
-        seeds: the request's own.
-        steps: the index of the token that a row is about to get; of a seat that index less the sequence's length, which
-            is minus the length of its prompt.
-    """
-
-    seeds: Array = field(metadata=_column(np.int64, Per.SEAT))
-    steps: Array = field(metadata=_column(np.int64, Per.SEAT))
-    top_k: Array = field(metadata=_column(np.int32, Per.SEAT))
-    temperature: Array = field(metadata=_column(np.float32, Per.SEAT))
-    top_p: Array = field(metadata=_column(np.float32, Per.SEAT, padding=1.0))
-    min_p: Array = field(metadata=_column(np.float32, Per.SEAT))
-
-
-def _columns(schema: type) -> Mapping[str, Column]:
-    return {f.name: f.metadata["column"] for f in fields(schema)}
-
-
-COLUMNS = _columns(StepInputs)
+COLUMNS: Mapping[str, Column] = {f.name: f.metadata["column"] for f in fields(StepInputs)}
 _arrays_of = attrgetter(*COLUMNS)  # of a step
-PARAMETERS = _columns(SamplingParameters)
+PARAMETERS: Mapping[str, Column] = {
+    name: Column(np.dtype(dtype), Per.SEAT, NEUTRAL.get(name, 0)) for name, dtype in DTYPES.items()
+}
 
 
 class StepRoom(NamedTuple):
@@ -169,7 +149,7 @@ class StepLayout:
     Attributes:
         spans: where each array of :class:`StepInputs` lies in the memory.
         sent: how many bytes these arrays take, which are sent from the host.
-        row_spans: where each array of the rows' :class:`SamplingParameters` lies, which the device makes.
+        row_spans: where each column of the rows' sampling parameters lies, which the device makes.
         num_bytes: how many bytes all of them take.
     """
 

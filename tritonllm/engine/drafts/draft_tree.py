@@ -16,10 +16,10 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from tritonllm.config.sampling_rows import SamplingRows
 from tritonllm.engine.data.inputs import Batch
 from tritonllm.engine.drafts.drafters import DraftStep
 from tritonllm.kernels import sample
-from tritonllm.kernels.sampling.seats import SamplingRows
 from tritonllm.layers.metadata import AttentionMetadata
 from tritonllm.layers.segments import Segments, verified
 from tritonllm.models.interface import CausalLM
@@ -178,9 +178,8 @@ class DraftTree:
     def _draw(self, logits: torch.Tensor, sampling: SamplingRows, level: Level, ids: torch.Tensor) -> None:
         """Write the children of a level's nodes, whose logits ``[B I, V]`` are overwritten."""
         count, inner = len(ids), len(level.inner)
-        columns = [column[:, None].expand(-1, inner) for column in sampling]
-        columns[-1] = sampling.steps[:, None] + self._depths[level.inner]
-        rows = SamplingRows(*map(_flat, columns))
+        rows = sampling.each(lambda column: _flat(column[:, None].expand(-1, inner)))
+        rows = rows._replace(steps=_flat(sampling.steps[:, None] + self._depths[level.inner]))
         for rank, (which, into) in enumerate(level.ranks):
             drawn = sample(logits, *rows, workspace=self._workspace)
             ids.index_copy_(1, into, drawn.view(count, inner).index_select(1, which).to(ids.dtype))

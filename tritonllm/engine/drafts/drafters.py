@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from tritonllm.config.engine import SpeculativeConfig
+from tritonllm.config.sampling_rows import SamplingRows
 from tritonllm.kernels import propose_ngrams
-from tritonllm.kernels.sampling.seats import SamplingRows
 from tritonllm.layers.metadata import AttentionMetadata
 
 REMEMBERED = 1 << 16  # tokens of past outputs: 256 KB, which one program of the kernel reads in some microseconds

@@ -1,12 +1,14 @@
 """What the device keeps of the requests that run, by seat, from step to step."""
 
+import numpy as np
 import torch
 
+from tritonllm.config.sampling_rows import SamplingRows
 from tritonllm.engine.data.inputs import Batch, host_bytes, views
-from tritonllm.engine.data.step_inputs import PARAMETERS, SamplingParameters, arrays_in, spans_of
+from tritonllm.engine.data.step_inputs import PARAMETERS, arrays_in, spans_of
 from tritonllm.engine.drafts.drafters import DraftStep
 from tritonllm.kernels import advance_seats
-from tritonllm.kernels.sampling.seats import Decodes, SamplingRows, SeatState, StepRows, Verdict
+from tritonllm.kernels.sampling.seats import Decodes, SeatState, StepRows, Verdict
 
 TIMES = 4  # int32 numbers before the drafts, which cross to the host with them
 
@@ -50,7 +52,7 @@ class DeviceSeats:
         self._memory = torch.zeros(size, dtype=torch.uint8, device=device)
         self._parameters = SamplingRows(**views(self._memory, self._spans))
 
-    def tell(self, parameters: SamplingParameters) -> None:
+    def tell(self, parameters: SamplingRows[np.ndarray]) -> None:
         """Take the parameters of all seats, in one copy, without waiting for it."""
         host = host_bytes(len(self._memory), self._device)
         for name, array in arrays_in(host.numpy(), self._spans).items():
@@ -94,7 +96,7 @@ class DeviceSeats:
             self._state._replace(row_seats=seats),
             self._parameters,
             StepRows(none, none, places),
-            SamplingRows(*(column[:0] for column in self._parameters)),
+            self._parameters.each(lambda column: column[:0]),
             Decodes(none, places, places, none, none.view(0, 1)),
             self.drawn,
             block_tokens=self._block_tokens,

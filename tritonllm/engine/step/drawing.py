@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from tritonllm.config.sampling_params import ALL
+from tritonllm.config.sampling_rows import SamplingRows
 from tritonllm.dist.group import Group, share_of
 from tritonllm.dist.shared_rows import SharedRows, bytes_of
 from tritonllm.engine.data.inputs import Batch, upload
@@ -27,7 +28,6 @@ from tritonllm.engine.step.pooler import Pooler
 from tritonllm.engine.step.room_sizes import graph_sizes, padded
 from tritonllm.engine.step.sampler import Sampler
 from tritonllm.kernels import best_of_shards, sample_limited_shards, sample_shard, token_logprobs
-from tritonllm.kernels.sampling.seats import SamplingRows
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.interface import CausalLM
 

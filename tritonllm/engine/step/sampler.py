@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from tritonllm.config.sampling_rows import SamplingRows
 from tritonllm.engine.data.edits import MAX_BAD_WORD, MAX_ENTRIES, SeatEdits
 from tritonllm.engine.data.inputs import upload
 from tritonllm.engine.data.results import LogprobTensors
@@ -18,7 +19,7 @@ from tritonllm.engine.step.processors import BatchProcessors, Errors, apply_to_r
 from tritonllm.engine.step.token_masks import upload_masks
 from tritonllm.kernels import TokenMasks, rejection_sample, rejection_sample_tree, sample, token_logprobs
 from tritonllm.kernels.sampling.edits import ALWAYS, Entry, LogitEdits, count_tokens, make_logit_edits, write_seat
-from tritonllm.kernels.sampling.seats import SamplingRows, Verdict
+from tritonllm.kernels.sampling.seats import Verdict
 
 
 class Drawn(NamedTuple):

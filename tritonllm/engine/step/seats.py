@@ -10,8 +10,9 @@ from weakref import ref
 import numpy as np
 
 from tritonllm.config.sampling_params import ALL
+from tritonllm.config.sampling_rows import SamplingRows
 from tritonllm.engine.data.request import Request
-from tritonllm.engine.data.step_inputs import PARAMETERS, SamplingParameters
+from tritonllm.engine.data.step_inputs import PARAMETERS
 
 ALWAYS = np.iinfo(np.int64).max  # longer than any sequence
 
@@ -42,7 +43,7 @@ class SeatTable:
 
     def __init__(self, seats: int, max_blocks: int) -> None:
         self.tables = np.zeros((seats, max_blocks), dtype=np.int32)
-        self.parameters = SamplingParameters(**{n: np.zeros(seats, dtype=c.dtype) for n, c in PARAMETERS.items()})
+        self.parameters = SamplingRows(**{n: np.zeros(seats, dtype=c.dtype) for n, c in PARAMETERS.items()})
         self.changed = False
         self.limits = np.ones(seats, dtype=np.int32)
         self.edited_lens = np.zeros(seats, dtype=np.int64)
@@ -73,12 +74,12 @@ class SeatTable:
                 counts[seat] = len(blocks)
         return np.array(seats, dtype=np.int64)
 
-    def take_parameters(self) -> SamplingParameters[np.ndarray] | None:
+    def take_parameters(self) -> SamplingRows[np.ndarray] | None:
         """A copy of all seats' parameters, if some have changed since the last call."""
         if not self.changed:
             return None
         self.changed = False
-        return SamplingParameters(**{name: getattr(self.parameters, name).copy() for name in PARAMETERS})
+        return self.parameters.each(np.copy)
 
     def take_admitted(self) -> list[Request]:
         """The requests that were given a seat since the last call."""
@@ -86,7 +87,7 @@ class SeatTable:
         return admitted
 
     def _seat(self, request: Request, seat: int) -> None:
-        params, mine, holder = request.params, self.parameters, self._holders[seat]
+        params, holder = request.params, self._holders[seat]
         self._admissions[seat] = request.admission
         self._num_blocks[seat] = 0
         self._admitted.append(request)
@@ -96,12 +97,9 @@ class SeatTable:
         self._holders[seat] = ref(request)
         self.changed = True
         self.limits[seat] = max(1, request.length_limit - 1)  # the last token is never computed
-        mine.temperature[seat] = 0.0 if params.greedy else params.temperature
-        mine.top_k[seat] = max(params.top_k, 0)
-        mine.top_p[seat] = params.top_p
-        mine.min_p[seat] = params.min_p
-        mine.seeds[seat] = request.seed
-        mine.steps[seat] = -len(request.prompt_token_ids)
+        for column, value in zip(self.parameters, _row(request), strict=True):
+            assert column is not None  # every seat has all of them
+            column[seat] = value
         self.logprobs[seat] = -1 if params.logprobs is None else max(params.logprobs, 0)
         self.edited_lens[seat] = ALWAYS if request.edits_logits else len(request.prompt_token_ids) + params.min_tokens
         limits = not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
@@ -114,3 +112,16 @@ class SeatTable:
             (self.pooled, request.pooling is not None),
         ):
             (seats.add if wanted else seats.discard)(seat)
+
+
+def _row(request: Request) -> SamplingRows[float]:
+    """The sampling parameters of a request's seat."""
+    params = request.params
+    return SamplingRows(
+        temperature=0.0 if params.greedy else params.temperature,
+        top_k=max(params.top_k, 0),
+        top_p=params.top_p,
+        min_p=params.min_p,
+        seeds=request.seed,
+        steps=-len(request.prompt_token_ids),
+    )

@@ -19,7 +19,6 @@ from tritonllm.engine.data.agreement import AgreementSampler, Evidence
 from tritonllm.engine.data.inputs import Batch, upload
 from tritonllm.engine.step.device_seats import DeviceSeats
 from tritonllm.engine.step.drawing import LaunchedStep
-from tritonllm.kernels.sampling.seats import SamplingRows
 from tritonllm.models.decoder import Decoder
 
 
@@ -90,7 +89,7 @@ class StageTransfer:
         drafted = launched.drafted
         return launched._replace(
             hidden=launched.hidden.new_empty(0),  # the last stage's comes back
-            batch=replace(batch, rows=SamplingRows(*(column.clone() for column in batch.rows))),
+            batch=replace(batch, rows=batch.rows.each(torch.Tensor.clone)),
             drafted=None if drafted is None else drafted.clone(),
         )
 

@@ -18,7 +18,7 @@ CPU, torch 2.13): at 300 kernels a step that is the difference between hidden an
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar, get_type_hints
+from typing import Any, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 from torch.library import Library, infer_schema
@@ -48,13 +48,13 @@ def _flattened(launch: Callable[..., None]) -> tuple[inspect.Signature, Callable
     given = []
     for name in inspect.signature(launch).parameters:
         kind = kinds[name]
-        is_group = isinstance(kind, type) and issubclass(kind, tuple)
-        fields = get_type_hints(kind) if is_group else {name: kind}
+        of_kind = _fields_of(kind)
+        fields = {name: kind} if of_kind is None else of_kind
         if flat.keys() & fields.keys():
             raise TypeError(f"{launch.__name__}: two arguments are named {min(flat.keys() & fields.keys())}")
-        if is_group:
-            groups[f"_{name}"] = kind
-        given.append(f"new(_{name}, ({', '.join(fields)},))" if is_group else name)
+        if of_kind is not None:
+            groups[f"_{name}"] = get_origin(kind) or kind
+        given.append(name if of_kind is None else f"new(_{name}, ({', '.join(fields)},))")
         flat |= fields
     parameters = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=t) for n, t in flat.items()]
 
@@ -66,6 +66,23 @@ def _flattened(launch: Callable[..., None]) -> tuple[inspect.Signature, Callable
         return eval(source, {"function": function, "new": tuple.__new__, **groups})
 
     return inspect.Signature(parameters, return_annotation=None), grouping
+
+
+def _fields_of(kind: Any) -> dict[str, Any] | None:
+    """The fields of a ``NamedTuple`` with their types, of a generic one for the types that it is given; ``None`` of
+    anything else."""
+    group = get_origin(kind) or kind
+    if not (isinstance(group, type) and issubclass(group, tuple) and hasattr(group, "_fields")):
+        return None
+    of = dict(zip(getattr(group, "__parameters__", ()), get_args(kind), strict=True))
+    hints = get_type_hints(group)
+    return {name: _with_types(hint, of) for name, hint in hints.items()}
+
+
+def _with_types(hint: Any, of: dict[Any, Any]) -> Any:
+    """A type with its variables replaced."""
+    variables = getattr(hint, "__parameters__", ())
+    return hint[tuple(of[one] for one in variables)] if variables else of.get(hint, hint)
 
 
 def _on_its_device(launcher: Callable[..., None], signature: inspect.Signature) -> Callable[..., None]:

@@ -11,8 +11,6 @@ A group's sum is always formed by the same threads in the same order, whatever t
 not depend on it.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -35,21 +33,6 @@ LN2 = 0.6931471805599453
 UNIFORM_SUMS = {"enable_fp_fusion": False}
 MIN_TEMPERATURE = tl.constexpr(1e-5)  # below it the argmax; as in vLLM
 MAX_TEMPERATURE = tl.constexpr(1e30)  # all tokens are equally likely; beyond it a weight's scale would be 0
-
-
-class Parameters(NamedTuple):
-    """How each of B sequences draws: see :func:`tritonllm.kernels.sample`. ``None``: no sequence has such a limit."""
-
-    temperature: torch.Tensor
-    top_k: torch.Tensor | None
-    top_p: torch.Tensor | None
-    min_p: torch.Tensor | None
-    seeds: torch.Tensor
-    steps: torch.Tensor
-
-    @property
-    def limits(self) -> tuple[torch.Tensor | None, ...]:
-        return self[1:4]
 
 
 @triton.jit

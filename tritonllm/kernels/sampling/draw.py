@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tritonllm.config.sampling_rows import SamplingRows
 from tritonllm.kernels.runtime import chip, tuning
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
 from tritonllm.kernels.runtime.random import STREAM_GROUP, STREAM_TOKEN, gumbel
@@ -20,7 +21,6 @@ from tritonllm.kernels.sampling.common import (
     GROUP,
     MIN_TEMPERATURE,
     RUN,
-    Parameters,
     first_best,
     first_max,
     load_logits,
@@ -248,7 +248,7 @@ def default_config(rows: int, vocab: int) -> tuning.Config:
 
 def draw_rows(
     logits: torch.Tensor,
-    parameters: Parameters,
+    parameters: SamplingRows[torch.Tensor],
     seats: torch.Tensor | None,
     edits: LogitEdits | None,
     workspace: torch.Tensor | None,

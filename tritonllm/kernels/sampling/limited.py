@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tritonllm.config.sampling_rows import SamplingRows
 from tritonllm.kernels.runtime import chip, tuning
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
 from tritonllm.kernels.runtime.random import STREAM_GROUP, STREAM_TOKEN, gumbel
@@ -18,7 +19,6 @@ from tritonllm.kernels.sampling.common import (
     GROUP,
     MIN_TEMPERATURE,
     UNIFORM_SUMS,
-    Parameters,
     first_max,
     keep,
     load_row,
@@ -229,7 +229,7 @@ class LogitParts(NamedTuple):
 
 def draw_limited_rows(
     logits: torch.Tensor,
-    parameters: Parameters,
+    parameters: SamplingRows[torch.Tensor],
     offsets: torch.Tensor | None,
     group_max: torch.Tensor,
     group_sum: torch.Tensor,

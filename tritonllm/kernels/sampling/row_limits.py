@@ -10,10 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
+from tritonllm.config.sampling_rows import SamplingRows
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
 from tritonllm.kernels.sampling.candidates import limit_candidates
-from tritonllm.kernels.sampling.common import MIN_TEMPERATURE, UNIFORM_SUMS, Parameters, load_scan, scale_of, weight
+from tritonllm.kernels.sampling.common import MIN_TEMPERATURE, UNIFORM_SUMS, load_scan, scale_of, weight
 from tritonllm.kernels.sampling.limited import candidates_config, default_config
 from tritonllm.kernels.sampling.truncation import is_limited, load_limits, search_limits
 
@@ -95,7 +96,7 @@ def _row_limits_kernel(
 
 def find_row_limits(
     logits: torch.Tensor,
-    parameters: Parameters,
+    parameters: SamplingRows[torch.Tensor],
     group_max: torch.Tensor,
     group_sum: torch.Tensor,
     groups: torch.Tensor,

@@ -14,10 +14,11 @@ bytes of the logits over the memory bandwidth, 36 us for [256, 151936] float32 o
 
 import torch
 
+from tritonllm.config.sampling_rows import DTYPES, SamplingRows
 from tritonllm.kernels.runtime.checks import check_tensor, require
 from tritonllm.kernels.runtime.random import STREAM_GROUP, STREAM_TOKEN
 from tritonllm.kernels.runtime.registry import register_op, with_reference
-from tritonllm.kernels.sampling.common import MIN_TEMPERATURE, Parameters, clean_ref, draw_ref, keep_ref, scale_ref
+from tritonllm.kernels.sampling.common import MIN_TEMPERATURE, clean_ref, draw_ref, keep_ref, scale_ref
 from tritonllm.kernels.sampling.draw import draw_rows
 from tritonllm.kernels.sampling.edits import LogitEdits, check_edits, edit_logits_ref
 from tritonllm.kernels.sampling.limited import draw_limited_rows
@@ -44,7 +45,7 @@ def log_weights_ref(
 
 def sample_rows(
     logits: torch.Tensor,
-    parameters: Parameters,
+    parameters: SamplingRows[torch.Tensor],
     seats: torch.Tensor | None,
     edits: LogitEdits | None,
     workspace: torch.Tensor | None,
@@ -60,7 +61,9 @@ def sample_rows(
         draw_limited_rows(logits, parameters, offsets, group_max, group_sum, out)
 
 
-def _reference(logits: torch.Tensor, workspace: torch.Tensor | None, out: torch.Tensor, parameters: Parameters) -> None:
+def _reference(
+    logits: torch.Tensor, workspace: torch.Tensor | None, out: torch.Tensor, parameters: SamplingRows[torch.Tensor]
+) -> None:
     torch.argmax(clean_ref(logits), -1, out=out)
     rows = (parameters.temperature >= MIN_TEMPERATURE.value).nonzero()[:, 0]
     if rows.numel():
@@ -71,7 +74,9 @@ def _reference(logits: torch.Tensor, workspace: torch.Tensor | None, out: torch.
 
 
 @register_op(mutates=("workspace", "out"), reference=_reference)
-def _sample(logits: torch.Tensor, workspace: torch.Tensor | None, out: torch.Tensor, parameters: Parameters) -> None:
+def _sample(
+    logits: torch.Tensor, workspace: torch.Tensor | None, out: torch.Tensor, parameters: SamplingRows[torch.Tensor]
+) -> None:
     sample_rows(logits.unsqueeze(1), parameters, None, None, workspace, out)
 
 
@@ -79,7 +84,7 @@ def _masked_reference(
     logits: torch.Tensor,
     workspace: torch.Tensor | None,
     out: torch.Tensor,
-    parameters: Parameters,
+    parameters: SamplingRows[torch.Tensor],
     masks: MaybeMasks,
 ) -> None:
     ban_ref(logits, masks)
@@ -91,7 +96,7 @@ def _sample_masked(
     logits: torch.Tensor,
     workspace: torch.Tensor | None,
     out: torch.Tensor,
-    parameters: Parameters,
+    parameters: SamplingRows[torch.Tensor],
     masks: MaybeMasks,
 ) -> None:
     sample_rows(logits.unsqueeze(1), parameters, None, None, workspace, out, masks=masks)
@@ -102,7 +107,7 @@ def _edited_reference(
     workspace: torch.Tensor | None,
     out: torch.Tensor,
     seats: torch.Tensor,
-    parameters: Parameters,
+    parameters: SamplingRows[torch.Tensor],
     edits: LogitEdits,
     masks: MaybeMasks,
 ) -> None:
@@ -117,19 +122,18 @@ def _sample_edited(
     workspace: torch.Tensor | None,
     out: torch.Tensor,
     seats: torch.Tensor,
-    parameters: Parameters,
+    parameters: SamplingRows[torch.Tensor],
     edits: LogitEdits,
     masks: MaybeMasks,
 ) -> None:
     sample_rows(logits.unsqueeze(1), parameters, seats, edits, workspace, out, masks=masks)
 
 
-def check_parameters(batch: int, like: torch.Tensor, parameters: Parameters) -> None:
+def check_parameters(batch: int, like: torch.Tensor, parameters: SamplingRows[torch.Tensor]) -> None:
     """Check the tensors that hold one value for each sequence."""
-    dtypes = (torch.float32, torch.int32, torch.float32, torch.float32, torch.int64, torch.int64)
-    for name, t, dtype in zip(Parameters._fields, parameters, dtypes, strict=True):
+    for (name, dtype), t in zip(DTYPES.items(), parameters, strict=True):
         if t is not None:
-            check_tensor(name, t, (batch,), dtype=dtype, like=like)
+            check_tensor(name, t, (batch,), dtype=getattr(torch, dtype), like=like)
 
 
 def sample(
@@ -183,7 +187,7 @@ def sample(
     check_tensor("logits", logits, ("B", "V"))
     batch, vocab = logits.shape
     require(vocab > 0, "logits must have at least one column (the vocabulary is empty)")
-    parameters = Parameters(temperature, top_k, top_p, min_p, seeds, steps)
+    parameters = SamplingRows(temperature, top_k, top_p, min_p, seeds, steps)
     check_parameters(batch, logits, parameters)
     require((edits is None) == (seats is None), "edits and seats must be given together")
     if edits is not None and seats is not None:

@@ -16,9 +16,10 @@ import torch
 import triton
 import triton.language as tl
 
+from tritonllm.config.sampling_rows import DTYPES, NEUTRAL, SamplingRows
 from tritonllm.kernels.runtime.checks import check_tensor, require
 from tritonllm.kernels.runtime.registry import register_op, with_reference
-from tritonllm.kernels.sampling.seats import Decodes, SamplingRows, SeatState, StepRows, Verdict
+from tritonllm.kernels.sampling.seats import Decodes, SeatState, StepRows, Verdict
 
 
 @triton.jit
@@ -194,7 +195,7 @@ def _reference(
     row_seats.fill_(-1)
     row_seats[: len(seats)] = seats
     for name, target, source in zip(SamplingRows._fields, out, parameters, strict=True):
-        target.fill_(1 if name == "top_p" else 0)
+        target.fill_(NEUTRAL.get(name, 0))
         target[row] = source[seat]
     out[-1][row] += start + 1
 
@@ -260,9 +261,8 @@ def _check(
     check_tensor("rows.starts", rows.starts, (count,), dtype=torch.int32, like=like)
     check_tensor("rows.tokens", rows.tokens, (count,), dtype=torch.int64, like=like)
     for which, table, size in (("parameters", parameters, seats), ("out", out, count)):
-        for name, t in zip(SamplingRows._fields, table, strict=True):
-            dtype = {"top_k": torch.int32, "seeds": torch.int64, "steps": torch.int64}.get(name, torch.float32)
-            check_tensor(f"{which}.{name}", t, (size,), dtype=dtype, like=like)
+        for (name, dtype), t in zip(DTYPES.items(), table, strict=True):
+            check_tensor(f"{which}.{name}", t, (size,), dtype=getattr(torch, dtype), like=like)
     check_tensor("decodes.lengths", decodes.lengths, ("D",), dtype=torch.int32, like=like)
     check_tensor("decodes.ids", decodes.ids, ("T",), dtype=torch.int32, like=like)
     count, tokens = len(decodes.lengths), len(decodes.ids)

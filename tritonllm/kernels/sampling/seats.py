@@ -5,25 +5,6 @@ from typing import NamedTuple
 import torch
 
 
-class SamplingRows(NamedTuple):
-    """Parameters of `sample`, a row each; or of S seats.
-
-    Attributes:
-        temperature, top_p, min_p: float32, a value for each row.
-        top_k: int32; 0, -1 or the size of the vocabulary and more keep all tokens.
-        seeds: int64, the seed of each request's draws.
-        steps: int64, the index of the token that is about to be drawn; of a seat that index less the sequence's
-            length, which is minus the length of its prompt.
-    """
-
-    temperature: torch.Tensor
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-    min_p: torch.Tensor
-    seeds: torch.Tensor
-    steps: torch.Tensor
-
-
 class SeatState(NamedTuple):
     """What the device knows of S seats.
 

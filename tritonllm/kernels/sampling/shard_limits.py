@@ -12,10 +12,11 @@ of them have: the exchange of what `sample_shard` drew does.
 
 import torch
 
+from tritonllm.config.sampling_rows import SamplingRows
 from tritonllm.kernels.runtime.checks import check_tensor, require
 from tritonllm.kernels.runtime.random import STREAM_GROUP, STREAM_TOKEN
 from tritonllm.kernels.runtime.registry import register_op, with_reference
-from tritonllm.kernels.sampling.common import GROUP, MIN_TEMPERATURE, STEP, Parameters, draw_ref
+from tritonllm.kernels.sampling.common import GROUP, MIN_TEMPERATURE, STEP, draw_ref
 from tritonllm.kernels.sampling.limited import LogitParts, draw_limited_rows
 from tritonllm.kernels.sampling.sample import check_parameters, log_weights_ref
 
@@ -32,7 +33,7 @@ def _reference(
     group_max: torch.Tensor,
     group_sum: torch.Tensor,
     out: torch.Tensor,
-    parameters: Parameters,
+    parameters: SamplingRows[torch.Tensor],
     parts: LogitParts,
 ) -> None:
     temperature, top_k, top_p, min_p, seeds, steps = parameters
@@ -56,7 +57,7 @@ def _sample_limited_shards(
     group_max: torch.Tensor,
     group_sum: torch.Tensor,
     out: torch.Tensor,
-    parameters: Parameters,
+    parameters: SamplingRows[torch.Tensor],
     parts: LogitParts,
 ) -> None:
     if len(logits) and any(limit is not None for limit in parameters.limits):
@@ -107,7 +108,7 @@ def sample_limited_shards(
     for name, t in (("group_max", group_max), ("group_sum", group_sum)):
         check_tensor(name, t, (rows, each // GROUP.value), dtype=torch.float32, like=logits)
         require(t.is_contiguous(), f"{name} must be contiguous")
-    parameters = Parameters(temperature, top_k, top_p, min_p, seeds, steps)
+    parameters = SamplingRows(temperature, top_k, top_p, min_p, seeds, steps)
     check_parameters(rows, logits, parameters)
     check_tensor("rank_steps", rank_steps, ("ranks",), dtype=torch.int64, like=logits)
     held = each * len(rank_steps)

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tritonllm.config.sampling_rows import SamplingRows
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
 from tritonllm.kernels.runtime.random import (
@@ -21,7 +22,6 @@ from tritonllm.kernels.sampling import (
     GROUP,
     MIN_TEMPERATURE,
     UNIFORM_SUMS,
-    Parameters,
     argmax_token,
     clean_ref,
     draw_of_group,
@@ -170,7 +170,7 @@ def judge(
     draft_ids: torch.Tensor,
     draft_probs: torch.Tensor,
     target_logits: torch.Tensor,
-    parameters: Parameters,
+    parameters: SamplingRows[torch.Tensor],
     tokens: torch.Tensor,
 ) -> None:
     """Write each row's token to ``tokens [B, G + 1]`` int64: the scan, the limits if there are any, the judges.
@@ -205,7 +205,7 @@ def judge_ref(
     draft_ids: torch.Tensor,
     draft_probs: torch.Tensor,
     target_logits: torch.Tensor,
-    parameters: Parameters,
+    parameters: SamplingRows[torch.Tensor],
     sampled: torch.Tensor,
 ) -> torch.Tensor:
     """:func:`judge` in torch: ``[B, G + 1]`` int64, from the tokens that `sample` draws, for rows without a draft."""

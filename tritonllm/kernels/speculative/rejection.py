@@ -23,10 +23,11 @@ from typing import NamedTuple
 
 import torch
 
+from tritonllm.config.sampling_rows import SamplingRows
 from tritonllm.kernels import sample
 from tritonllm.kernels.runtime.checks import FLOATS, check_tensor, require
 from tritonllm.kernels.runtime.registry import register_op, with_reference
-from tritonllm.kernels.sampling import Parameters, check_parameters, sample_rows
+from tritonllm.kernels.sampling import check_parameters, sample_rows
 from tritonllm.kernels.speculative.draft_path import (
     follow_chain,
     follow_chain_ref,
@@ -61,7 +62,9 @@ class Tree(NamedTuple):
     path: torch.Tensor
 
 
-def sample_rows_ref(target_logits: torch.Tensor, parameters: Parameters, offsets: torch.Tensor) -> torch.Tensor:
+def sample_rows_ref(
+    target_logits: torch.Tensor, parameters: SamplingRows[torch.Tensor], offsets: torch.Tensor
+) -> torch.Tensor:
     """``sampling.sample_rows`` in torch, ``[B, N, V]`` to ``[B, N]``; ``offsets`` are ``[B, N]`` or ``[N]``."""
     batch, positions, vocab = target_logits.shape
     temperature, *limits, seeds, steps = parameters
@@ -72,7 +75,7 @@ def sample_rows_ref(target_logits: torch.Tensor, parameters: Parameters, offsets
     return tokens.view(batch, positions)
 
 
-def _reference(chain: DraftChain, parameters: Parameters) -> None:
+def _reference(chain: DraftChain, parameters: SamplingRows[torch.Tensor]) -> None:
     draft_ids, draft_probs, target_logits, _, ids, accepted = chain
     tokens = sample_rows_ref(target_logits, parameters, torch.arange(ids.shape[1], device=ids.device))
     if draft_probs is not None:
@@ -81,7 +84,7 @@ def _reference(chain: DraftChain, parameters: Parameters) -> None:
 
 
 @register_op(mutates=("workspace", "ids", "accepted"), reference=_reference)
-def _rejection_sample(chain: DraftChain, parameters: Parameters) -> None:
+def _rejection_sample(chain: DraftChain, parameters: SamplingRows[torch.Tensor]) -> None:
     draft_ids, draft_probs, target_logits, workspace, ids, accepted = chain
     if len(ids) == 0:
         return
@@ -139,7 +142,7 @@ def rejection_sample(
     batch, positions, vocab = target_logits.shape
     if draft_probs is not None:
         check_tensor("draft_probs", draft_probs, (batch, positions - 1, vocab), dtype=FLOATS, like=target_logits)
-    parameters = Parameters(temperature, top_k, top_p, min_p, seeds, steps)
+    parameters = SamplingRows(temperature, top_k, top_p, min_p, seeds, steps)
     check_parameters(batch, target_logits, parameters)
     if out is None:
         ids = torch.empty(batch, positions, dtype=torch.int64, device=target_logits.device)
@@ -169,13 +172,13 @@ def check_drafts(draft_ids: torch.Tensor, target_logits: torch.Tensor, workspace
         require(len(workspace) >= least, f"workspace must have at least {least} elements, got {len(workspace)}")
 
 
-def _tree_reference(tree: Tree, parameters: Parameters) -> None:
+def _tree_reference(tree: Tree, parameters: SamplingRows[torch.Tensor]) -> None:
     tokens = sample_rows_ref(tree.target_logits, parameters, tree_depths_ref(tree.parents))
     follow_tree_ref(tree.draft_ids, tree.parents, tokens, tree.ids, tree.accepted, tree.path)
 
 
 @register_op(mutates=("workspace", "ids", "accepted", "path"), reference=_tree_reference)
-def _rejection_sample_tree(tree: Tree, parameters: Parameters) -> None:
+def _rejection_sample_tree(tree: Tree, parameters: SamplingRows[torch.Tensor]) -> None:
     if len(tree.ids) == 0:
         return
     tokens, depths = torch.empty_like(tree.ids), tree_depths(tree.parents)
@@ -222,7 +225,7 @@ def rejection_sample_tree(
     check_drafts(draft_ids, target_logits, workspace)
     batch, positions, _ = target_logits.shape
     check_tensor("parents", parents, (batch, positions - 1), dtype=(torch.int32, torch.int64), like=target_logits)
-    parameters = Parameters(temperature, top_k, top_p, min_p, seeds, steps)
+    parameters = SamplingRows(temperature, top_k, top_p, min_p, seeds, steps)
     check_parameters(batch, target_logits, parameters)
     if out is None:
         ids = torch.empty(batch, positions, dtype=torch.int64, device=target_logits.device)
