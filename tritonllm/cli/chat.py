@@ -19,11 +19,8 @@ HELP = """\
 /save FILE  write it as JSON, as `messages` of a request
 /help       this
 /quit       end, as Ctrl-D does; Ctrl-C ends an answer"""
-# What a server understands, too; of the others it has its own.
-NAMES = (
-    *("max-tokens", "min-tokens", "temperature", "top-k", "top-p", "min-p", "seed", "stop", "ignore-eos"),
-    *("stop-after-thought", "presence-penalty", "frequency-penalty", "repetition-penalty", "thinking-token-budget"),
-)
+NOT_HERE = ("n", "truncate-prompt-tokens", "logprobs")  # nothing that a terminal could show
+NAMES = tuple(name for name in SAMPLING if name not in NOT_HERE)
 OPTIONS = {name: SAMPLING[name] for name in NAMES} | {
     "max-tokens": {"type": int, "metavar": "N", "help": "most tokens of an answer (default: as many as fit)"},
     "temperature": {"type": float, "metavar": "X", "help": "0: the most likely token (default: the model's own)"},

@@ -42,11 +42,7 @@ _MOST = (  # of each field, and what of
     ("bad_words", MAX_BAD_WORDS, "strings"),
     ("logit_bias", MAX_LOGIT_BIAS, "entries"),
 )
-_NUMBERS = (
-    *("n", "temperature", "top_k", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty"),
-    *("repetition_penalty", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"),
-    "thinking_token_budget",
-)
+OF_MODEL = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # for which a model may have defaults
 INT32_MAX = 2**31 - 1  # the largest number that the kernels' parameters hold
 
 
@@ -318,7 +314,7 @@ class SamplingParams(VllmSampling):
     extra_args: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        for name in _NUMBERS:
+        for name in NUMBERS:
             setattr(self, name, _plain(getattr(self, name)))
         _integer("n", self.n, 1, MAX_N)
         _number("temperature", self.temperature, 0.0, 1e6, "a number of at least 0")
@@ -485,5 +481,14 @@ class SamplingParams(VllmSampling):
         return self.temperature < SAMPLING_EPS
 
     @property
+    def limited(self) -> bool:
+        """Whether a draw takes a part of the vocabulary only."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
     def stop_strings(self) -> Sequence[str]:
         return self.stop or ()
+
+
+OWN_FIELDS = tuple(f for f in fields(SamplingParams) if f.name not in _NEUTRAL_NAMES)  # those that mean something here
+NUMBERS = tuple(f.name for f in OWN_FIELDS if f.type in (int, float, int | None))

@@ -6,7 +6,10 @@ are, and :func:`~tritonllm.kernels.advance_seats` makes the rows of a step of th
 """
 
 from collections.abc import Callable
-from typing import Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+
+if TYPE_CHECKING:
+    from tritonllm.config.sampling_params import SamplingParams
 
 Array = TypeVar("Array")  # np.ndarray on the host, torch.Tensor on the device
 DTYPES = {
@@ -49,3 +52,20 @@ class SamplingRows(NamedTuple, Generic[Array]):
     def each(self, change: Callable[[Array], Array]) -> "SamplingRows[Array]":
         """These parameters with every column changed, but for those that are ``None``."""
         return SamplingRows._make(None if column is None else change(column) for column in self)
+
+
+def row_of(params: "SamplingParams", seed: int, prompt_tokens: int) -> SamplingRows[float]:
+    """The row of a seat.
+
+    Args:
+        seed: the seed of the request's draws, its own or one that the engine gave it.
+        prompt_tokens: the length of its prompt.
+    """
+    return SamplingRows(
+        temperature=0.0 if params.greedy else params.temperature,
+        top_k=max(params.top_k, 0),
+        top_p=params.top_p,
+        min_p=params.min_p,
+        seeds=seed,
+        steps=-prompt_tokens,
+    )

@@ -91,14 +91,12 @@ class Sampler:
         assert self._verdict is not None  # there are drafts
         rows = len(drafts)
         out = self._verdict.ids[:rows], self._verdict.accepted[:rows]
-        temperature, top_k, top_p, min_p, *noise = inputs
+        given = inputs._asdict() | {"workspace": self._workspace}
         logits = logits.view(rows, -1, logits.shape[1])
         if self._tree is not None:
-            of_tree = (drafts, self._tree.parents.expand(rows, -1), logits, temperature, top_k, top_p, *noise)
-            results = *out, self._tree.path[:rows]
-            return rejection_sample_tree(*of_tree, min_p=min_p, workspace=self._workspace, out=results)[0]
-        given = (drafts, None, logits, temperature, top_k, top_p, *noise)
-        return rejection_sample(*given, min_p=min_p, workspace=self._workspace, out=out)[0]
+            parents = self._tree.parents.expand(rows, -1)
+            return rejection_sample_tree(drafts, parents, logits, **given, out=(*out, self._tree.path[:rows]))[0]
+        return rejection_sample(drafts, None, logits, **given, out=out)[0]
 
     def sample_drafts(
         self, logits: torch.Tensor, inputs: SamplingRows, drafts: torch.Tensor, step: Step, late: Restrictions = FREE

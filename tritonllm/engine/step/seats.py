@@ -10,7 +10,7 @@ from weakref import ref
 import numpy as np
 
 from tritonllm.config.sampling_params import ALL
-from tritonllm.config.sampling_rows import SamplingRows
+from tritonllm.config.sampling_rows import SamplingRows, row_of
 from tritonllm.engine.data.request import Request
 from tritonllm.engine.data.step_inputs import PARAMETERS
 
@@ -97,14 +97,14 @@ class SeatTable:
         self._holders[seat] = ref(request)
         self.changed = True
         self.limits[seat] = max(1, request.length_limit - 1)  # the last token is never computed
-        for column, value in zip(self.parameters, _row(request), strict=True):
+        row = row_of(params, request.seed, len(request.prompt_token_ids))
+        for column, value in zip(self.parameters, row, strict=True):
             assert column is not None  # every seat has all of them
             column[seat] = value
         self.logprobs[seat] = -1 if params.logprobs is None else max(params.logprobs, 0)
         self.edited_lens[seat] = ALWAYS if request.edits_logits else len(request.prompt_token_ids) + params.min_tokens
-        limits = not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
         for seats, wanted in (
-            (self.limited, limits),
+            (self.limited, params.limited),
             (self.edited, request.edits_logits or params.min_tokens > 0),
             (self.reported, params.logprobs is not None),
             (self.whole_logprobs, params.logprobs == ALL),
@@ -112,16 +112,3 @@ class SeatTable:
             (self.pooled, request.pooling is not None),
         ):
             (seats.add if wanted else seats.discard)(seat)
-
-
-def _row(request: Request) -> SamplingRows[float]:
-    """The sampling parameters of a request's seat."""
-    params = request.params
-    return SamplingRows(
-        temperature=0.0 if params.greedy else params.temperature,
-        top_k=max(params.top_k, 0),
-        top_p=params.top_p,
-        min_p=params.min_p,
-        seeds=request.seed,
-        steps=-len(request.prompt_token_ids),
-    )

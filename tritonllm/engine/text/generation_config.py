@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tritonllm.config.sampling_params import SamplingParams
+from tritonllm.config.sampling_params import OF_MODEL, SamplingParams
 from tritonllm.models import checkpoint
 from tritonllm.models.interface import ModelFacts
 
 DEFAULTED = {  # entry of generation_config.json: field of SamplingParams
-    **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")},
+    **{name: name for name in OF_MODEL},
     "max_new_tokens": "max_tokens",
 }
 

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from tritonllm.config.sampling_params import OWN_FIELDS
+
 logger = logging.getLogger(__name__)
 
 Neutral = Mapping[str, tuple[Any, ...]]
@@ -42,7 +44,8 @@ PROMPT: Neutral = MappingProxyType(
     }
 )
 GENERATION: Neutral = MappingProxyType(
-    {  # how the answer is sampled, and what it holds
+    {  # how the answer is sampled, and what it holds; of numbers the default of SamplingParams
+        **{f.name: (f.default,) for f in OWN_FIELDS if type(f.default) in (int, float)},
         "add_special_tokens": (False,),
         "allowed_token_ids": ([],),
         "audio": (),
@@ -52,7 +55,6 @@ GENERATION: Neutral = MappingProxyType(
         "compaction": (),
         "early_stopping": (False,),
         "echo": (False,),
-        "frequency_penalty": (0,),
         "function_call": ("none",),
         "guided_choice": (),
         "guided_grammar": (),
@@ -69,18 +71,13 @@ GENERATION: Neutral = MappingProxyType(
         "max_completion_tokens": (),
         "max_output_tokens": (),
         "max_tokens": (),
-        "min_p": (0,),
-        "min_tokens": (0,),
         "modalities": (["text"],),
-        "n": (1,),
         "output_config": ({},),
         "output_format": (),
-        "presence_penalty": (0,),
         "prompt_logprobs": (),
         "reasoning": ({},),
         "reasoning_effort": (),
         "repetition_detection": (),
-        "repetition_penalty": (1,),
         "response_format": ({"type": "text"},),
         "return_token_ids": (False,),
         "seed": (),
@@ -99,7 +96,6 @@ GENERATION: Neutral = MappingProxyType(
         "tool_choice": ("none", "auto"),
         "top_k": (-1, 0),
         "top_logprobs": (0,),
-        "top_p": (1,),
         "use_beam_search": (False,),
         "verbosity": ("medium",),
         "vllm_xargs": ({},),

@@ -21,6 +21,8 @@ from tritonllm.config.sampling_params import (
     MAX_LOGIT_BIAS,
     MAX_STOP_TOKEN_IDS,
     MAX_STOPS,
+    OF_MODEL,
+    OWN_FIELDS,
     RepetitionDetectionParams,
     RequestOutputKind,
     SamplingParams,
@@ -97,12 +99,6 @@ Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 Prompts = Annotated[str | Strings | Ids | Annotated[list[Ids], Field(fail_fast=True)], WrapValidator(_in_one_form)]
 Word = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # what the message to the engine holds
 TokenCount = Annotated[int, Field(ge=1, lt=2**63)]
-SAMPLING_FIELDS = (
-    *("n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words"),
-    *("skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "prompt_logprobs"),
-    *("thinking_token_budget", "truncate_prompt_tokens", "stop_after_thought"),
-)
 
 
 class Body(BaseModel):
@@ -314,10 +310,8 @@ class SamplingBody(Body):
         Raises:
             ValueError: a value outside its range.
         """
-        inherited = {
-            name: getattr(defaults, name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        }
-        given = {name: getattr(self, name) for name in SAMPLING_FIELDS if getattr(self, name) is not None}
+        inherited = {name: getattr(defaults, name) for name in OF_MODEL}
+        given = {name: value for name in SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         form = {"structured_outputs": self.form(), "repetition_detection": self._repetition()}
         if self.kv_transfer_params is not None:
@@ -365,6 +359,10 @@ class SamplingBody(Body):
                 f'"json_schema": {{"name": ..., "schema": {{...}}}}}}, got {wanted!r}'
             )
         return StructuredOutputsParams(json=schema["schema"], disable_any_whitespace=True)
+
+
+_MADE = {"max_tokens", "structured_outputs", "repetition_detection"}  # that a body has in another form
+SAMPLING_FIELDS = tuple(f.name for f in OWN_FIELDS if f.name in SamplingBody.model_fields and f.name not in _MADE)
 
 
 class CompletionRequest(SamplingBody):
