@@ -67,12 +67,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parts.addoption("--quick", action="store_true", help="those of `make test`")
     parts.addoption("--fifth", type=int, choices=range(selection.FIFTHS), help="a fifth of what --quick leaves out")
     parser.addoption("--results", type=Path, metavar="FILE", help="write outcomes and measured numbers to FILE as JSON")
+    parser.addoption("--pauses", type=int, metavar="SEED", help="pause at random (tests/support/pauses.py)")
     parser.addoption("--update-screenshots", action="store_true", help="put those that tests take into docs/img/")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--quick"):
         settings.load_profile("quick")
+    if (seed := config.getoption("--pauses")) is not None:
+        from support.pauses import Pauses
+
+        config.pluginmanager.register(Pauses(seed))
     path = config.getoption("--results")
     if path is not None and not hasattr(config, "workerinput"):  # the workers of pytest-xdist report to their parent
         from support.results import ResultsWriter
