@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -187,7 +188,8 @@ def test_two_engines_of_two_ranks_and_the_death_of_one():
 
     class Killing(Interrupting):
         def update(self):
-            engines[1].kill()
+            with suppress(psutil.NoSuchProcess):  # progress may come once more before its end is known
+                engines[1].kill()
 
     with pytest.raises(EngineDeadError, match=r"replica 1: .* was killed by signal 9; the others were ended with it"):
         llm.generate(prompts, wish, use_tqdm=Killing)

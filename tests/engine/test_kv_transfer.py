@@ -1,11 +1,15 @@
 """The engine's side of a connector, in small cases. Random ones: test_kv_transfer_stateful.py."""
 
 import gc
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 from support.kv_connectors import AskedConnector, FailingConnector
 from support.scheduling import add, make
+from support.server import eventually
+from support.waiting import PATIENCE
 
 from tritonllm.config.engine import SchedulerConfig
 from tritonllm.config.kv_transfer import KVTransferConfig
@@ -302,3 +306,35 @@ def test_the_connector_is_closed_with_the_engine():
     del engine
     gc.collect()
     assert connector.closed == 1
+
+
+class ThreadedConnector(AskedConnector):
+    """Waits for its own thread when it is closed."""
+
+    def __init__(self):
+        super().__init__()
+        self.thread = ThreadPoolExecutor(1)
+
+    def close(self):
+        self.thread.shutdown()
+        super().close()
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_an_engine_that_ends_in_the_connectors_own_thread_closes_it_all_the_same():
+    connector = ThreadedConnector()
+    engines, begun = [Engine(connector=connector)], threading.Event()
+
+    def find_garbage():
+        begun.wait(PATIENCE)
+        gc.collect()
+
+    found = connector.thread.submit(find_garbage)
+    gc.disable()
+    try:
+        engines.clear()
+        begun.set()
+        found.result(PATIENCE)
+    finally:
+        gc.enable()
+    eventually(lambda: connector.closed == 1)

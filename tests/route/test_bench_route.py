@@ -23,7 +23,8 @@ def test_writes_results(tmp_path, capsys):
         ("streams", 1),
         ("streams", 32),
     ]
-    assert all(row[way]["p50"] > 0 for row in written["routing"] for way in ("direct", "routed"))
+    assert all(set(row[way]) == {"p50", "p99"} for row in written["routing"] for way in ("direct", "routed"))
+    assert all(written["routing"][0][way]["p50"] > 0 for way in ("direct", "routed"))  # events may come all at once
     assert len(capsys.readouterr().out.splitlines()) == 3
     assert routing(written).count("\n") == 6
 

@@ -201,7 +201,7 @@ async def _tokens(llm, request_id, max_tokens=12):
 async def _follow(llm, expected):
     assert await _tokens(llm, "a") == expected
     running = [asyncio.create_task(_tokens(llm, f"long{n}", 100)) for n in range(3)]
-    while not llm.stats.num_running:
+    while llm.stats.num_running + llm.stats.num_waiting < len(running):
         await asyncio.sleep(0.01)
     asleep = asyncio.create_task(llm.sleep())
     await asyncio.sleep(0)

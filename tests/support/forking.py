@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -228,7 +229,12 @@ def run(words: list[str]) -> None:
     elif kind == "-c":
         sys.path[0], sys.argv = "", [kind, *arguments[1:]]
         sys.modules["__main__"] = main = types.ModuleType("__main__")
-        exec(arguments[0], main.__dict__)
+        try:
+            exec(arguments[0], main.__dict__)
+        except EOFError as error:
+            if traceback.extract_tb(error.__traceback__)[-1].name != "_main":
+                raise
+            sys.exit(1)  # who spawned it was killed while it waited for this fork: elsewhere it would not have waited
     else:
         sys.path[0], sys.argv = str(Path(kind).absolute().parent), words
         runpy.run_path(kind, run_name="__main__")

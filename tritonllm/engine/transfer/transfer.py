@@ -21,6 +21,7 @@ model, dtype or layout have other keys and are never found. Tokenizers need no m
 """
 
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -111,7 +112,7 @@ class KVTransfer:
         self._brought: set[bytes] = set()  # labels of blocks that others have computed; some may be gone again
         self._saved = self._fetched = self._missed = 0
         tier.tells = config.saves
-        weakref.finalize(self, connector.close)
+        weakref.finalize(self, _close, connector, threading.current_thread())
 
     @property
     def stats(self) -> TransferStats:
@@ -281,3 +282,15 @@ def result_of(done: "Future[Any]") -> Any:
     if error is not None:
         logger.warning("the KV connector failed; its blocks are computed", exc_info=error)
     return None if done.cancelled() or error is not None else done.result()
+
+
+def _close(connector: KVConnector, engine_thread: threading.Thread) -> None:
+    """Close the connector of an engine that is gone.
+
+    Garbage is found in any thread. In one of the connector's own, which would wait for itself, or for a lock that it
+    holds, the work goes to a new thread; that of the engine, and the one in which Python ends, wait until it is done.
+    """
+    if threading.current_thread() in (engine_thread, threading.main_thread()):
+        connector.close()
+    else:
+        threading.Thread(target=connector.close, name="kv-close").start()
