@@ -99,6 +99,10 @@ def error_of(response):
             {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "top_logprobs": 2},
             "logprobs=true",
         ),
+        ("completions", {**STORY, "logprobs": 21}, "logprobs=21 is more than max_logprobs=20"),
+        ("completions", {**STORY, "logprobs": -1}, "logprobs=-1 is more than max_logprobs=20"),
+        ("completions", {**STORY, "logprobs": -2}, "logprobs: Input should be greater"),
+        ("chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs=21 is more than max_logpr"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

@@ -51,6 +51,7 @@ SEVERAL: dict[str, dict[str, Any]] = {
 ENGINE: dict[str, dict[str, Any]] = {
     "tokenizer": {"metavar": "PATH", "help": "folder or hub id of the tokenizer, if it is not the model's"},
     "revision": {"metavar": "REV", "help": "branch, tag or commit of a hub id"},
+    "download-dir": {"metavar": "DIR", "help": "folder that keeps what comes from the hub (default: as HF_HOME says)"},
     "device": {"metavar": "NAME", "help": "auto (default: the GPU if there is one), cpu, cuda, cuda:1"},
     "dtype": {"choices": DTYPES, "help": "default: auto, the model's own on a GPU, float32 on the CPU"},
     "language-model-only": {
@@ -67,6 +68,11 @@ ENGINE: dict[str, dict[str, Any]] = {
     "gpu-memory-utilization": {"type": float, "metavar": "X", "help": "part of the GPU's memory to use (default: 0.9)"},
     "max-num-seqs": {"type": int, "metavar": "N", "help": "most requests running at once (default: 256)"},
     "max-num-batched-tokens": {"type": int, "metavar": "N", "help": "most tokens in one step (default: 8192)"},
+    "max-logprobs": {
+        "type": int,
+        "metavar": "N",
+        "help": "most log-probabilities a position that a request may have (default: 20); -1: the vocabulary's",
+    },
     "no-prefix-caching": {
         "action": "store_false",
         "dest": "enable_prefix_caching",

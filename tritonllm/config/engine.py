@@ -55,6 +55,7 @@ class ModelConfig:
         skip_tokenizer_init: do without a tokenizer: token ids in and out, no text.
         revision: branch, tag or commit of a hub id.
         trust_remote_code: download and run Python code that comes with the model or the tokenizer.
+        download_dir: the folder that keeps what comes from the hub; by default Hugging Face's own (``HF_HOME``).
         dtype: the dtype of weights and activations; ``auto`` takes the checkpoint's on a GPU and float32 on the CPU.
         device: the device of the model; ``auto`` takes CUDA if there is one.
         max_model_len: most tokens of prompt and output together; by default the model's own limit.
@@ -62,6 +63,8 @@ class ModelConfig:
             there; ``dummy`` fills the weights from ``seed`` instead of reading them.
         allow_nan: load weights that are NaN or infinite, which are an error otherwise.
         seed: the seed of dummy weights, and of requests that bring none.
+        max_logprobs: the most log-probabilities a position that a request may ask for, in ``logprobs`` or
+            ``prompt_logprobs``; -1: as many as the vocabulary has, for which requests ask with -1, too.
         generation_config: where the defaults of sampling come from: ``auto`` is the model's ``generation_config.json``,
             ``vllm`` are those of :class:`SamplingParams`, anything else a folder with such a file.
         override_generation_config: entries that count more than those of that file, as ``{"temperature": 0.5}``;
@@ -78,12 +81,14 @@ class ModelConfig:
     skip_tokenizer_init: bool = False
     revision: str | None = None
     trust_remote_code: bool = False
+    download_dir: str | None = None
     dtype: str = "auto"
     device: str = "auto"
     max_model_len: int | None = None
     load_format: str = "auto"
     allow_nan: bool = False
     seed: int = 0
+    max_logprobs: int = 20
     generation_config: str = "auto"
     override_generation_config: Mapping[str, Any] | None = None
     runner: Literal["auto", "generate", "pooling"] = "auto"
@@ -107,6 +112,10 @@ class ModelConfig:
         is_a("trust_remote_code", self.trust_remote_code, bool)
         is_a("allow_nan", self.allow_nan, bool)
         is_a("seed", self.seed, int)
+        is_a("max_logprobs", self.max_logprobs, int)
+        at_least("max_logprobs", self.max_logprobs, -1)
+        if self.download_dir is not None and (not isinstance(self.download_dir, str) or not self.download_dir):
+            raise ValueError(f"download_dir must be a folder, got {self.download_dir!r}")
         if not isinstance(self.generation_config, str) or not self.generation_config:
             raise ValueError(f"generation_config must be auto, vllm or a folder, got {self.generation_config!r}")
 

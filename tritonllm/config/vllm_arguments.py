@@ -87,7 +87,6 @@ class VllmEngine:
     code_revision: Any = None
     tokenizer_revision: Any = None
     tokenizer_mode: Any = "auto"
-    download_dir: Any = None
     ignore_patterns: Any = None
     model_loader_extra_config: Any = None
     safetensors_load_strategy: Any = None
@@ -149,7 +148,6 @@ class VllmEngine:
     allowed_local_media_path: Any = None
     allowed_media_domains: Any = None
     # reports and resources, of which any value is as good as another here
-    max_logprobs: Any = 20
     max_seq_len_to_capture: Any = 8192
     served_model_name: Any = None
     disable_log_stats: Any = False
@@ -181,7 +179,6 @@ ALSO_NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 ANY_VALUE = {
     "language_model_only",  # it is all that there is
-    "max_logprobs",
     "max_seq_len_to_capture",
     "served_model_name",
     "disable_log_stats",
@@ -192,6 +189,7 @@ ANY_VALUE = {
 ADVICE = {
     "task": "use runner='pooling', and convert='embed' or 'classify'",
     "best_of": "ask for n outputs and choose among them",
+    "tokenizer_mode": "leave it at 'auto', the tokenizer that the files describe; transformers 5 has no slow ones",
     "enable_chunked_prefill": "long prompts are always computed in chunks; max_num_batched_tokens limits a step",
     "kv_cache_memory_bytes": "use gpu_memory_utilization or num_gpu_blocks_override",
     "hf_overrides": "change the model's config.json",
@@ -201,7 +199,6 @@ ADVICE = {
     "num_speculative_tokens": "use speculative_config",
     "lora_request": "merge the adapter into the checkpoint",
     "enable_lora": "merge the adapters into the checkpoint",
-    "download_dir": "set HF_HOME",
     "disable_additional_properties": "write additionalProperties: false into the schema",
     "disable_any_whitespace": "ask for it in the structured_outputs of each request",
     "reasoning_parser": "give it to the server: tritonllm serve --reasoning-parser",

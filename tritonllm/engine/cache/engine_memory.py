@@ -181,7 +181,8 @@ class EngineMemory:
         else:
             name, revision = (config.model, config.revision) if model is None else (model, None)
             form = "auto" if config.load_format == "dummy" and model is not None else config.load_format
-            self._replace(checkpoint.resolve(name, revision, load_format=form), form)
+            kept_in = config.download_dir
+            self._replace(checkpoint.resolve(name, revision, load_format=form, download_dir=kept_in), form)
         self.weights_lost = False
 
     def _replace(self, folder: Path, load_format: str) -> None:

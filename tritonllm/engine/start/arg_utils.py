@@ -24,12 +24,14 @@ class EngineArgs(VllmEngine):
     skip_tokenizer_init: bool = False
     revision: str | None = None
     trust_remote_code: bool = False
+    download_dir: str | None = None
     dtype: str = "auto"
     device: str = "auto"
     max_model_len: int | None = None
     load_format: str = "auto"
     allow_nan: bool = False
     seed: int | None = None
+    max_logprobs: int = 20
     generation_config: str = "auto"
     override_generation_config: str | dict[str, Any] | None = None
     runner: str = "auto"

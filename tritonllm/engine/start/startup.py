@@ -75,7 +75,10 @@ def tokenizer_of(config: ModelConfig, folder: Path) -> Any:
         return None
     revision = config.revision if config.tokenizer else None
     return load_tokenizer(
-        config.tokenizer or str(folder), revision=revision, trust_remote_code=config.trust_remote_code
+        config.tokenizer or str(folder),
+        revision=revision,
+        trust_remote_code=config.trust_remote_code,
+        download_dir=config.download_dir,
     )
 
 
@@ -178,8 +181,13 @@ def read_origin(config: EngineConfig) -> Origin:
         ValueError: no checkpoint, a bad configuration, or a model that cannot be cut for so many ranks.
     """
     model, parallel, size = config.model, config.parallel, config.parallel.tensor_parallel_size
-    how: dict[str, Any] = {"trust_remote_code": model.trust_remote_code, "load_format": model.load_format}
-    folder = checkpoint.resolve(model.model, model.revision, **how)
+    folder = checkpoint.resolve(
+        model.model,
+        model.revision,
+        trust_remote_code=model.trust_remote_code,
+        load_format=model.load_format,
+        download_dir=model.download_dir,
+    )
     classifies = model.convert == "classify"
     spec = read_spec(folder, trust_remote_code=model.trust_remote_code, as_classifier=classifies)
     if parallel.world_size > 1 and not isinstance(spec, ModelSpec):
@@ -371,6 +379,7 @@ def load_parts(config: EngineConfig, ranks: Ranks) -> EngineParts:
     inputs = InputProcessor(
         *(tokenizer, spec.vocab_size, limits[1], eos, config.model.seed, defaults),
         takes_extra_args=bool(config.logits_processors),
+        max_logprobs=config.model.max_logprobs,
         structured_outputs_backend=config.structured_outputs_backend,
         transfer_params=TransferParams(config.kv_transfer_config, tells=True),
     )

@@ -61,8 +61,8 @@ class Service:
             )
 
     def accept(self, request: Request, body: Body) -> str:
-        """Take a body whose fields are checked; those that change nothing are noted, or refused with
-        ``--strict-fields``.
+        """Take a body whose fields are checked, as far as they are without the engine; those that change nothing are
+        noted, or refused with ``--strict-fields``.
 
         Args:
             body: has the field ``model``.
@@ -72,8 +72,13 @@ class Service:
 
         Raises:
             APIError: 404, no such model; 400, a field that changes nothing.
+            ValueError: more log-probabilities than the engine lets requests have.
         """
         model = self.check_model(getattr(body, "model", None))
+        for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
+            count = getattr(body, name, None)
+            if count is not None and not isinstance(count, bool):  # a chat says whether, and how many by another name
+                self.llm.inputs.check_logprobs(name, count)
         if self.config.strict_fields:
             for name in body.ignored():
                 known = shown(name)

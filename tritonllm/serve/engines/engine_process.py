@@ -178,7 +178,8 @@ def describe(engine: LLMEngine) -> EngineReady:
     assert config.max_model_len is not None
     tokenizer = config.tokenizer
     if tokenizer is None:
-        tokenizer = str(checkpoint.resolve(config.model, config.revision, trust_remote_code=config.trust_remote_code))
+        how: dict[str, Any] = {"trust_remote_code": config.trust_remote_code, "download_dir": config.download_dir}
+        tokenizer = str(checkpoint.resolve(config.model, config.revision, **how))
     return EngineReady(
         tokenizer=None if config.skip_tokenizer_init else tokenizer,
         revision=config.revision if config.tokenizer else None,
@@ -191,6 +192,8 @@ def describe(engine: LLMEngine) -> EngineReady:
         default_params=pack_params(engine.inputs.default_params),
         stats=engine.stats,
         pooling=pooling_facts(engine),
+        download_dir=config.download_dir,
+        max_logprobs=config.max_logprobs,
     )
 
 
