@@ -1,5 +1,6 @@
 """Whole requests through the offline interface, on the CPU path."""
 
+import dataclasses
 import math
 from array import array
 
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from tritonllm import BeamSearchParams, RepetitionDetectionParams, SamplingParams
 from tritonllm.engine.data.request import PACKED
 from tritonllm.engine.text.input_processor import TokenizedPrompt
+from tritonllm.events import StepPlanned
 
 PROMPTS = [random_tokens(n, VOCAB_SIZE, seed=n) for n in (1, 3, 17, 40, 5, 64, 9, 30)]
 
@@ -70,6 +72,22 @@ def test_planning_ahead_changes_nothing(settings):
         assert (early.outputs[0].logprobs is None) == (plain.outputs[0].logprobs is None)
         assert (early.prompt_logprobs is None) == (plain.prompt_logprobs is None)
     assert {c.finish_reason for output in results[0] for c in output.outputs} == {"length", "stop"}
+
+
+def test_prompts_that_are_not_cut(llm):
+    """The same tokens; and each prompt goes through the model in one step, what the cache has of it left out."""
+    whole, planned = tiny_llm(enable_chunked_prefill=False, max_model_len=64, max_num_seqs=3), []
+    whole.engine.subscribe(lambda event: planned.append(event) if isinstance(event, StepPlanned) else None)
+    params = dataclasses.replace(KINDS[0], ignore_eos=True)
+    prompts = [[*range(2, 40)], [*range(3, 50)], PROMPTS[1], [*range(2, 42)]]
+    found = whole.generate(prompts, params, use_tqdm=False)
+    assert token_ids(found) == token_ids(llm.generate(prompts, params, use_tqdm=False))
+    counts = [part.num_tokens for step in planned for part in step.parts if part.num_tokens > 1]
+    assert sorted(counts) == sorted(
+        len(prompt) - output.num_cached_tokens for prompt, output in zip(prompts, found, strict=True)
+    )
+    with pytest.raises(ValueError, match=r"max_num_batched_tokens=64 must hold .*_prefill=False, max_model_len=65"):
+        tiny_llm(enable_chunked_prefill=False, max_model_len=65)
 
 
 def test_a_step_is_launched_before_the_last_one_is_awaited():

@@ -46,6 +46,13 @@ DRAFT_MODEL = SpeculativeConfig(method="draft_model", model="m", num_speculative
         (SchedulerConfig, {"max_num_seqs": 0}, "max_num_seqs must be an integer of at least 1"),
         (SchedulerConfig, {"max_num_batched_tokens": -1}, "max_num_batched_tokens must be an integer of at least 1"),
         (SchedulerConfig, {"max_num_seqs": 9, "max_num_batched_tokens": 8}, r"max_num_batched_tokens \(8\) must be"),
+        (SchedulerConfig, {"enable_chunked_prefill": 0}, "enable_chunked_prefill must be of type bool"),
+        (SchedulerConfig, {"long_prefill_token_threshold": -1}, "long_prefill_token_threshold must be an integer of"),
+        (
+            SchedulerConfig,
+            {"long_prefill_token_threshold": 8, "enable_chunked_prefill": False},
+            "long_prefill_token_threshold=8 cuts prompts, which enable_chunked_prefill=False forbids",
+        ),
         (SchedulerConfig, {"policy": "random"}, "policy must be one of fcfs, priority"),
         (EngineConfig, {"enforce_eager": 1}, "enforce_eager must be of type bool"),
         (EngineConfig, {"disable_cascade_attn": "no"}, "disable_cascade_attn must be of type bool"),

@@ -55,7 +55,7 @@ def test_neutral_values_change_nothing(kwargs):
     ("kwargs", "message"),
     [
         ({"quantization": "awq"}, "quantization='awq': tritonllm does not have this; leave it out"),
-        ({"enable_chunked_prefill": False}, "enable_chunked_prefill=False.*max_num_batched_tokens"),
+        ({"max_num_partial_prefills": 2}, "max_num_partial_prefills=2.*long_prefill_token_threshold limits"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be an integer of at least 1"),
         (
             {"tensor_parallel_size": 2, "distributed_executor_backend": "uni"},

@@ -158,12 +158,29 @@ class SchedulerMachine(RuleBasedStateMachine):
         stages=st.sampled_from([1, 1, 2, 3]),
         drafts=st.sampled_from([0, 0, 1, 3, 7]),
         beside=st.sampled_from([1, 3, prompt_budget.BESIDE]),
+        whole=st.sampled_from([False, False, True]),
         luck=st.randoms(use_true_random=False),
     )
-    def start(self, policy, caching, block_size, num_blocks, seats, more_tokens, ahead, drafts, beside, luck, stages=1):
+    def start(
+        self,
+        policy,
+        caching,
+        block_size,
+        num_blocks,
+        seats,
+        more_tokens,
+        ahead,
+        drafts,
+        beside,
+        luck,
+        stages=1,
+        whole=False,
+    ):
         self.patched = pytest.MonkeyPatch()
         self.patched.setattr(prompt_budget, "BESIDE", beside)
-        self.config = SchedulerConfig(max_num_seqs=seats, max_num_batched_tokens=seats + more_tokens, policy=policy)
+        tokens = max(seats + more_tokens, MAX_MODEL_LEN * whole)
+        limits = {"max_num_seqs": seats, "max_num_batched_tokens": tokens, "enable_chunked_prefill": not whole}
+        self.config = SchedulerConfig(**limits, policy=policy)
         sizes = block_size, num_blocks, MAX_MODEL_LEN
         self.scheduler = Scheduler(self.config, *sizes, Drafting(drafts), stages=stages, enable_prefix_caching=caching)
         self.model = FakeModel(block_size, lambda count: luck.randint(0, count))
@@ -324,6 +341,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert item.samples == (end == total)
             assert item.pending == (end > request.num_tokens)
             assert not item.pending or item.num_tokens == 1 + item.drafts
+            assert item.samples or self.config.enable_chunked_prefill
             assert 0 <= item.drafts <= self.drafts and (item.samples or not item.drafts)
             assert request.num_possible_tokens <= 2 * self.drafts
             reach = min(end + request.num_possible_tokens, request.length_limit - 1)
@@ -394,6 +412,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         if len(ahead) == len(running) or first.num_pending_tokens or self.delayed(first):
             return
         used = sum(item.num_tokens for item in plan.scheduled if item.request in ahead)
+        if not self.config.enable_chunked_prefill and self.scheduler.admission_end == "tokens":
+            assert used + self.drafts * len(ahead) + first.num_tokens > self.config.max_num_batched_tokens
+            return
         if self.scheduler.admission_end == "tokens" or used == self.config.max_num_batched_tokens:
             least = min(self.config.max_num_batched_tokens, prompt_budget.BESIDE)
             assert used >= least - self.drafts * len(ahead)

@@ -68,6 +68,15 @@ ENGINE: dict[str, dict[str, Any]] = {
     "gpu-memory-utilization": {"type": float, "metavar": "X", "help": "part of the GPU's memory to use (default: 0.9)"},
     "max-num-seqs": {"type": int, "metavar": "N", "help": "most requests running at once (default: 256)"},
     "max-num-batched-tokens": {"type": int, "metavar": "N", "help": "most tokens in one step (default: 8192)"},
+    "enable-chunked-prefill": {
+        "action": argparse.BooleanOptionalAction,
+        "help": "compute prompts in chunks (default), or each whole in one step; that must hold --max-model-len tokens",
+    },
+    "long-prefill-token-threshold": {
+        "type": int,
+        "metavar": "N",
+        "help": "most tokens of one prompt in a step (default: 0, as many as the step has left)",
+    },
     "max-logprobs": {
         "type": int,
         "metavar": "N",

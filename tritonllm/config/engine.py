@@ -166,18 +166,32 @@ class SchedulerConfig:
         max_num_batched_tokens: most tokens, prefill chunks and decodes together, in one step.
         policy: ``fcfs``, or ``priority``: lower values first, then arrival; a request that waits preempts running ones
             of higher values where it needs their seats or blocks.
+        enable_chunked_prefill: a prompt may be computed in chunks, by several steps. Without it each prompt is computed
+            whole, by one step, which must hold ``max_model_len`` tokens.
+        long_prefill_token_threshold: most tokens of one prompt in a step, so that others have the rest; 0: as many as
+            the step has left.
         async_scheduling: plan and launch each step while the one before it still runs; by default on a GPU.
     """
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     policy: Literal["fcfs", "priority"] = "fcfs"
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
     async_scheduling: bool | None = None
 
     def __post_init__(self) -> None:
         at_least("max_num_seqs", self.max_num_seqs, 1)
         at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         one_of("policy", self.policy, POLICIES)
+        is_a("enable_chunked_prefill", self.enable_chunked_prefill, bool)
+        is_a("long_prefill_token_threshold", self.long_prefill_token_threshold, int)
+        at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
+        if self.long_prefill_token_threshold and not self.enable_chunked_prefill:
+            raise ValueError(
+                f"long_prefill_token_threshold={self.long_prefill_token_threshold} cuts prompts, which "
+                "enable_chunked_prefill=False forbids: leave one of them out"
+            )
         if self.async_scheduling is not None:
             is_a("async_scheduling", self.async_scheduling, bool)
         if self.max_num_batched_tokens < self.max_num_seqs:

@@ -99,12 +99,10 @@ class VllmEngine:
     kv_cache_memory_bytes: Any = None
     calculate_kv_scales: Any = None
     prefix_caching_hash_algo: Any = None
-    enable_chunked_prefill: Any = None
     disable_sliding_window: Any = False
     disable_hybrid_kv_cache_manager: Any = None
     max_num_partial_prefills: Any = 1
     max_long_partial_prefills: Any = 1
-    long_prefill_token_threshold: Any = 0
     num_lookahead_slots: Any = 0
     num_scheduler_steps: Any = 1
     multi_step_stream_outputs: Any = True
@@ -170,7 +168,6 @@ ALSO_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prefix_caching_hash_algo": ("builtin", "sha256", "xxhash"),
     "calculate_kv_scales": (False,),
     "kv_offloading_backend": ("native",),
-    "enable_chunked_prefill": (True,),
     "disable_hybrid_kv_cache_manager": (False,),
     "guided_decoding_backend": ("auto", "xgrammar"),
     "backend": ("auto", "xgrammar"),
@@ -190,7 +187,8 @@ ADVICE = {
     "task": "use runner='pooling', and convert='embed' or 'classify'",
     "best_of": "ask for n outputs and choose among them",
     "tokenizer_mode": "leave it at 'auto', the tokenizer that the files describe; transformers 5 has no slow ones",
-    "enable_chunked_prefill": "long prompts are always computed in chunks; max_num_batched_tokens limits a step",
+    "max_num_partial_prefills": "as many prompts share a step as fit; long_prefill_token_threshold limits each one",
+    "max_long_partial_prefills": "as many prompts share a step as fit; long_prefill_token_threshold limits each one",
     "kv_cache_memory_bytes": "use gpu_memory_utilization or num_gpu_blocks_override",
     "hf_overrides": "change the model's config.json",
     "rope_scaling": "change the model's config.json",

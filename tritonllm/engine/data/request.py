@@ -163,10 +163,10 @@ class Request:
         """Known tokens, prompt and output together."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
-    def may_start(self, budget: int) -> bool:
-        """Whether a step with room for so many tokens can be its first."""
-        whole = self.pooling is not None and self.pooling.whole
-        return not self.num_pending_tokens and not (whole and self.num_tokens > budget)
+    @property
+    def is_whole(self) -> bool:
+        """Whether one step must hold all of its tokens."""
+        return self.pooling is not None and self.pooling.whole
 
     @property
     def computes_all(self) -> bool:

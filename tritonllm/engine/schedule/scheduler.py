@@ -25,6 +25,10 @@ cache still holds of it by then is not lost. A waiting request takes no seat and
 priority; those of lower priority are preempted for it, if that is enough (:mod:`tritonllm.engine.schedule.giving_way`).
 The sequences of one user's request come and go together (:mod:`tritonllm.engine.schedule.gang`).
 
+Without ``enable_chunked_prefill`` no prompt is cut: one that does not fit into what a step has left waits for a step
+that it fits into, and nobody overtakes it. There is one, at the latest when those before it have ended: a step holds
+``max_model_len`` tokens.
+
 Why every request ends:
 
 - Requests are served and admitted from the front and preempted from the back, so a victim is not in the step's plan:
@@ -322,7 +326,7 @@ class Scheduler:
                 continue
             start = request.num_computed_tokens
             end = last = total if total - start == 1 else min(total, start + self._prompts.room(request, budget))
-            if end <= start:
+            if end <= start or (end < total and not self.config.enable_chunked_prefill):
                 continue  # others' prompts come first
             if micro_batches.are_taken and not micro_batches.is_free(request):
                 continue
@@ -367,7 +371,7 @@ class Scheduler:
         return first_behind(self._running, self._waiting.first())
 
     def _new_share(self) -> PromptShare:
-        return PromptShare(self.config.max_num_batched_tokens, self._running, self._waiting)
+        return PromptShare(self.config, self._running, self._waiting)
 
     def _advance(self, request: Request, end: int, total: int, drafts: int = 0) -> ScheduledRequest:
         """Plan a running request's tokens up to ``end`` (exclusive), of ``total`` known and sampled ones, and drafts
@@ -404,9 +408,12 @@ class Scheduler:
             return "queue" if request is None else "in_flight"
         parent = parent_in(step.scheduled, request) if request.siblings else None
         room = self._prompts.room(request, step.budget)
-        if parent is None and (room <= 0 or not request.may_start(room)):
+        if parent is None and room <= 0:
             return "tokens"
         demand = _A_BLOCK if parent else self._admission.demand(request, most_blocks(running, place, pool))
+        whole = parent is None and (request.is_whole or not self.config.enable_chunked_prefill)
+        if whole and demand is not None and request.num_tokens - len(demand.cached) * self.block_tokens > room:
+            return "tokens"
         gangs = None if demand is None else who_gives_way(running, place, demand, pool, seats, self._new_blocks)
         if demand is None or gangs is None:
             return "blocks"

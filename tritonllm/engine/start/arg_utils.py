@@ -48,6 +48,8 @@ class EngineArgs(VllmEngine):
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     scheduling_policy: str = "fcfs"
+    enable_chunked_prefill: bool | None = None
+    long_prefill_token_threshold: int = 0
     async_scheduling: bool | None = None
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1

@@ -23,7 +23,6 @@ from tritonllm.engine.start.kv_start import check_blocks, make_transfer
 from tritonllm.engine.start.precompile import Target
 from tritonllm.engine.start.ranks import Executor, Ranks
 from tritonllm.engine.start.resolve import (
-    for_encoder,
     gains_from_bfloat16,
     length_limit,
     length_that_fits,
@@ -31,6 +30,7 @@ from tritonllm.engine.start.resolve import (
     resolve_async,
     resolve_device,
     resolve_dtype,
+    settings_for,
 )
 from tritonllm.engine.start.start_compilers import background_compiler, compiled_if_asked
 from tritonllm.engine.step.pooler import Pooler
@@ -229,7 +229,7 @@ def prepare(config: EngineConfig, origin: Origin, device_index: int = 0) -> Prep
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     gains = device.type == "cpu" and gains_from_bfloat16(spec)
     dtype = resolve_dtype(config.model.dtype, device.type, capability, spec.dtype, bfloat16_on_cpu=gains)
-    return Prepared(for_encoder(config, spec, origin.limit), device, dtype)
+    return Prepared(settings_for(config, spec, origin.limit), device, dtype)
 
 
 def load_part(origin: Origin, prepared: Prepared, team: Team) -> tuple[CausalLM, CausalLM | None]:
