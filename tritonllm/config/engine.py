@@ -29,6 +29,7 @@ CONVERSIONS = ("auto", "none", "embed", "classify")
 NO_COMPILATION, COMPILATION = 0, 3
 BACKENDS = ("inductor", "aot_eager", "eager")
 _DEVICE = re.compile(r"auto|cpu(:0)?|cuda(:\d+)?")
+_DOTTED = re.compile(r"\w+(\.\w+)*[.:]\w+")
 _OWN_KWARGS = (
     "enforce_eager",
     "disable_cascade_attn",
@@ -166,6 +167,8 @@ class SchedulerConfig:
         max_num_batched_tokens: most tokens, prefill chunks and decodes together, in one step.
         policy: ``fcfs``, or ``priority``: lower values first, then arrival; a request that waits preempts running ones
             of higher values where it needs their seats or blocks.
+        scheduler_cls: another order, as a class of your own or its ``"module.Name"``
+            (:class:`tritonllm.engine.schedule.policy.SchedulingPolicy`).
         enable_chunked_prefill: a prompt may be computed in chunks, by several steps. Without it each prompt is computed
             whole, by one step, which must hold ``max_model_len`` tokens.
         long_prefill_token_threshold: most tokens of one prompt in a step, so that others have the rest; 0: as many as
@@ -176,6 +179,7 @@ class SchedulerConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     policy: Literal["fcfs", "priority"] = "fcfs"
+    scheduler_cls: str | type[Any] | None = None
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
     async_scheduling: bool | None = None
@@ -184,6 +188,11 @@ class SchedulerConfig:
         at_least("max_num_seqs", self.max_num_seqs, 1)
         at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         one_of("policy", self.policy, POLICIES)
+        own = self.scheduler_cls
+        if own is not None and not isinstance(own, type) and not (isinstance(own, str) and _DOTTED.fullmatch(own)):
+            raise ValueError(f"scheduler_cls must be a class or 'module.Name', got {own!r}")
+        if own is not None and self.policy != "fcfs":
+            raise ValueError(f"policy={self.policy!r} and scheduler_cls are both an order of requests: give one")
         is_a("enable_chunked_prefill", self.enable_chunked_prefill, bool)
         is_a("long_prefill_token_threshold", self.long_prefill_token_threshold, int)
         at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)

@@ -108,7 +108,6 @@ class VllmEngine:
     multi_step_stream_outputs: Any = True
     stream_interval: Any = 1
     scheduler_delay_factor: Any = 0.0
-    scheduler_cls: Any = None
     preemption_mode: Any = None
     use_v2_block_manager: Any = True
     kv_offloading_backend: Any = None

@@ -179,7 +179,7 @@ class LLMEngine:
         self._memory.check_usable()
         if lora_request is not None:
             refuse("lora_request", lora_request)
-        check_call(request_id, priority, self.config.scheduler.policy)
+        check_call(request_id, priority, self._scheduler.policy)
         self._unfinished.check_free(request_id)
         state = self._new.state(request_id, prompt, params, priority)
         self._unfinished.check_sequences(state)

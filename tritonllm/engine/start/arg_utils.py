@@ -48,6 +48,7 @@ class EngineArgs(VllmEngine):
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     scheduling_policy: str = "fcfs"
+    scheduler_cls: str | type[Any] | None = None
     enable_chunked_prefill: bool | None = None
     long_prefill_token_threshold: int = 0
     async_scheduling: bool | None = None

@@ -16,6 +16,7 @@ from tritonllm.engine.cache.engine_memory import EngineMemory
 from tritonllm.engine.cache.kv_cache import block_bytes
 from tritonllm.engine.drafts.draft_model import load_draft, read_draft_spec
 from tritonllm.engine.schedule.host_tier import HostTier
+from tritonllm.engine.schedule.policy import policy_of
 from tritonllm.engine.schedule.rates import Rates
 from tritonllm.engine.schedule.scheduler import Scheduler
 from tritonllm.engine.schedule.speculation import Drafting, most_verified
@@ -341,6 +342,7 @@ def load_parts(config: EngineConfig, ranks: Ranks) -> EngineParts:
     connector = None if transfer_config is None else make_connector(transfer_config)
     if config.kernel_cache is not None:
         read_kernels_from(Path(config.kernel_cache))
+    policy = policy_of(config.scheduler)
     origin = read_origin(config)
     folder, spec, modules = origin.folder, origin.spec, origin.modules
     generation_config = read_generation_config(config.model.generation_config, folder)
@@ -366,10 +368,8 @@ def load_parts(config: EngineConfig, ranks: Ranks) -> EngineParts:
     limits = config.cache.num_blocks, config.model.max_model_len
     drafting = drafting_of(config, runner.drafts.cost)
     tier, stages = tier_of(config, runner), team.pipe.stages
-    caching = config.cache.enable_prefix_caching
-    scheduler = Scheduler(
-        config.scheduler, config.block_tokens, *limits, drafting, tier, stages, enable_prefix_caching=caching
-    )
+    how: dict[str, Any] = {"enable_prefix_caching": config.cache.enable_prefix_caching, "policy": policy}
+    scheduler = Scheduler(config.scheduler, config.block_tokens, *limits, drafting, tier, stages, **how)
     identity = checkpoint.read_config(folder), origin.limit, (dtype, config.block_tokens, runner.block_bytes)
     with_parts = [model for model in models if model is not None]
     fingerprint = model_fingerprint(with_parts, *identity, team.exchange.group)
