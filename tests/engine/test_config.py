@@ -4,11 +4,25 @@ from pathlib import Path
 
 import pytest
 
-from tritonllm.config.engine import CacheConfig, CompilationConfig, EngineConfig, ModelConfig, SchedulerConfig
+from tritonllm.config.engine import (
+    CacheConfig,
+    CompilationConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+    max_concurrency,
+)
 from tritonllm.config.speculative import SpeculativeConfig
 from tritonllm.engine.start.arg_utils import EngineArgs
 
 DRAFT_MODEL = SpeculativeConfig(method="draft_model", model="m", num_speculative_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "tokens", "length", "expected"), [(8, 16, 64, 2.0), (8, 16, 65, 1.6), (3, 4, 16, 0.75), (7, 256, 100, 7)]
+)
+def test_how_many_of_the_longest_requests_fit_at_once(blocks, tokens, length, expected):
+    assert max_concurrency(blocks, tokens, length) == expected
 
 
 @pytest.mark.parametrize(

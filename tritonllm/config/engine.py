@@ -257,6 +257,11 @@ class CompilationConfig:
         return cls(**fields)
 
 
+def max_concurrency(num_blocks: int, block_tokens: int, max_model_len: int) -> float:
+    """How many requests a cache holds at once if each has as many tokens as may be."""
+    return num_blocks / -(-max_model_len // block_tokens)
+
+
 PARTS: dict[str, type[Any]] = {
     "model": ModelConfig,
     "cache": CacheConfig,

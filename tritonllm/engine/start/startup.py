@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tritonllm.config.engine import EngineConfig, ModelConfig
+from tritonllm.config.engine import EngineConfig, ModelConfig, max_concurrency
 from tritonllm.dist.pipeline import Team
 from tritonllm.engine.cache.engine_memory import EngineMemory
 from tritonllm.engine.cache.kv_cache import block_bytes
@@ -97,14 +97,14 @@ def named_convert(config: ModelConfig) -> Iterator[None]:
 def log_ready(
     spec: ModelFacts, config: EngineConfig, dtype: torch.dtype, device: torch.device, runner: ModelRunner, begin: float
 ) -> None:
-    """Say in one line what was started; what a user asks first when an engine is slow or its cache is small.
+    """Say what was started; what a user asks first when an engine is slow or its cache is small.
 
     Args:
         config: the configuration, with everything resolved.
         begin: when the start began, by ``time.monotonic``.
     """
-    cache = config.cache
-    assert cache.num_blocks is not None
+    cache, length = config.cache, config.model.max_model_len
+    assert cache.num_blocks is not None and length is not None
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
     logger.info(
         "%s (%s) is ready on %s after %.1f s: KV cache of %d blocks of %d tokens (%.2f GB), %d CUDA graphs, up to %d "
@@ -118,9 +118,11 @@ def log_ready(
         cache.num_blocks * runner.block_bytes / 1e9,
         runner.num_graphs,
         config.scheduler.max_num_seqs,
-        config.model.max_model_len,
+        length,
         "on" if cache.enable_prefix_caching else "off",
     )
+    most = max_concurrency(cache.num_blocks, config.block_tokens, length)
+    logger.info("Maximum concurrency for %s tokens per request: %.2fx", f"{length:,}", most)
 
 
 def drafting_of(config: EngineConfig, draft_cost: float) -> Drafting:
