@@ -10,7 +10,7 @@ from support.random_tokenizers import ByteFallback, ByteLevel
 
 from tritonllm.engine.data.outputs import CompletionOutput, Logprob, RequestOutput
 from tritonllm.engine.text.detokenizer import IncrementalDetokenizer, TokenTexts, bytes_of
-from tritonllm.serve.api.completions_api import _Choices
+from tritonllm.serve.api.completions_api import Choices
 from tritonllm.serve.api.protocol import CompletionRequest
 from tritonllm.serve.api.replies import Offsets, chat_logprobs
 
@@ -25,7 +25,7 @@ def test_offsets_are_those_of_the_text(echo, given_as_text):
     words, prompt = TokenTexts(tokenizer), ids[: len(PROMPT)]
     positions = [{token: Logprob(-1.0, 1, words(token))} for token in ids]
     follower = IncrementalDetokenizer(tokenizer, prompt)
-    choices = _Choices(
+    choices = Choices(
         SimpleNamespace(llm=SimpleNamespace(inputs=SimpleNamespace(tokenizer=tokenizer))),
         CompletionRequest(model="m", prompt=prompt, echo=echo, logprobs=1),
         n=1,

@@ -275,17 +275,20 @@ async def stream(
     chunks: AsyncGenerator[bytes, None],
     failed: Callable[[APIError], bytes] = _error_event,
     done: bytes = DONE,
+    media_type: str = "text/event-stream",
 ) -> Response:
-    """Server-sent events. The status is sent with the first event: what goes wrong before has its own.
+    """An answer in parts, by default server-sent events. The status is sent with the first part: what goes wrong before
+    has its own.
 
     Args:
-        failed: makes the event of what goes wrong later.
-        done: the last event.
+        failed: makes the part of what goes wrong later.
+        done: the last part.
+        media_type: what the parts are.
     """
     first = await unless_disconnected(request, anext(chunks))
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
     events = _events(request, first, chunks, failed, done)
-    return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+    return StreamingResponse(events, media_type=media_type, headers=headers)
 
 
 async def _events(

@@ -395,6 +395,24 @@ class CompletionRequest(SamplingBody):
         return self.prompt
 
 
+class GenerateRequest(CompletionRequest):
+    """The body of ``POST /generate``: one prompt, with which the answer's texts begin. What these cannot show is an
+    error."""
+
+    echo: Literal[True] = True
+    stream_options: None = None
+    logprobs: None = None
+    prompt_logprobs: None = None
+    return_token_ids: Literal[False] | None = None
+    kv_transfer_params: None = None
+
+    @model_validator(mode="after")
+    def _check_prompt(self) -> Self:
+        if len(self.prompts()) > 1:
+            raise ValueError("prompt must be one text, or its token ids: /v1/completions takes several")
+        return self
+
+
 class ChatRequest(SamplingBody, ToolsBody):
     """``POST /v1/chat/completions``."""
 
