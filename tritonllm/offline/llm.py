@@ -54,7 +54,7 @@ class LLM(PoolingMethods):
         config = EngineConfig.from_kwargs(model=model, **kwargs)
         if profiler_config is not None and config.parallel.data_parallel_size > 1:
             raise ValueError("profiler_config writes traces of one engine: leave out data_parallel_size")
-        self._profiles = LLMProfiles(profiler_config)
+        self._profiles = LLMProfiles(profiler_config, config.model.device)
         self._several = start_several(config) if config.parallel.data_parallel_size > 1 else None
         self._only = LLMEngine.from_config(config) if self._several is None else None
         if self._profiles.wanted:
@@ -152,13 +152,13 @@ class LLM(PoolingMethods):
         self._engine.reset_expert_load()
 
     def start_profile(self, profile_prefix: str | None = None) -> str:
-        """Write a trace, from now to :meth:`stop_profile`.
+        """Write a trace, or mark steps for NVIDIA's profilers, from now to :meth:`stop_profile`.
 
         Args:
             profile_prefix: what the file's name begins with.
 
         Returns:
-            The file; ``tritonllm trace FILE`` reads it.
+            The file; ``tritonllm trace FILE`` reads it. An empty text with ``profiler="cuda"``.
 
         Raises:
             ValueError: the LLM was made without ``profiler_config``, or a bad prefix.
@@ -171,7 +171,7 @@ class LLM(PoolingMethods):
         """End the trace.
 
         Returns:
-            The file.
+            The file, or an empty text.
 
         Raises:
             ValueError: the LLM was made without ``profiler_config``.

@@ -126,10 +126,8 @@ def run_engine(
         log_to_stderr(log_level, replica)
     encode = msgspec.msgpack.encode
     try:
-        if profiler is not None and profiler.kernel_iterations:
-            from tritonllm.telemetry.kernel_records import prepare
-
-            prepare(0 if place is None else place.rank)
+        if profiler is not None:
+            profiler.prepare(config.model.device, 0 if place is None else place.rank)
         engine = LLMEngine.from_config(config, place)
         ready = describe(engine)
         context = zmq.Context(io_threads=1)
