@@ -357,6 +357,62 @@ def test_prompt_logprobs(reference, budget):
             assert entries[prompt[at]].rank == rank
 
 
+def processed(logits, params, prompt, output):
+    """What a token is drawn from, by the definitions: penalties, bans, temperature, min-p, top-k, top-p."""
+    x, counts = logits.clone(), torch.bincount(torch.tensor(output, dtype=torch.int64), minlength=VOCAB_SIZE)
+    seen = (counts > 0).index_fill(0, torch.tensor(prompt), True)
+    x = torch.where(seen, torch.where(x > 0, x / params.repetition_penalty, x * params.repetition_penalty), x)
+    x -= params.frequency_penalty * counts
+    for token in set(range(VOCAB_SIZE)) - set(params.allowed_token_ids or range(VOCAB_SIZE)):
+        x[token] = -torch.inf
+    x /= params.temperature or 1.0
+    if params.temperature:
+        x[x.softmax(-1) < params.min_p * x.softmax(-1).max()] = -torch.inf
+        order = x.argsort(descending=True)
+        if params.top_k > 0:
+            x[order[params.top_k :]] = -torch.inf
+        before = x.softmax(-1)[order].cumsum(-1) - x.softmax(-1)[order]
+        x[order[before >= params.top_p]] = -torch.inf
+    return x.log_softmax(-1)
+
+
+PROCESSED = [
+    SamplingParams(temperature=0, top_k=2, top_p=0.1, max_tokens=3, logprobs=-1),
+    SamplingParams(temperature=0.6, seed=1, max_tokens=4, logprobs=-1),
+    SamplingParams(temperature=1.7, seed=2, max_tokens=4, logprobs=-1, top_k=5),
+    SamplingParams(temperature=0.8, seed=3, max_tokens=4, logprobs=-1, top_p=0.5, min_p=0.01),
+    SamplingParams(temperature=1.0, seed=4, max_tokens=6, logprobs=-1, repetition_penalty=1.5, frequency_penalty=0.7),
+    SamplingParams(temperature=2.0, seed=5, max_tokens=4, logprobs=-1, allowed_token_ids=[5, 6, 7, 8], ignore_eos=True),
+    SamplingParams(temperature=0.5, seed=6, max_tokens=4, logprobs=3, prompt_logprobs=1),
+]
+
+
+@pytest.mark.parametrize("chosen", [range(7), [1, 6]])
+def test_logprobs_of_what_is_drawn_from(llm, reference, chosen):
+    """Of kinds of requests side by side, and of those that have a temperature alone; the tokens do not change."""
+    params = [PROCESSED[i] for i in chosen]
+    prompts = [random_tokens(4 + i, VOCAB_SIZE, seed=i) for i in chosen]
+    reporting = tiny_llm(logprobs_mode="processed_logprobs")
+    outputs = reporting.generate(prompts, params, use_tqdm=False)
+    plain = llm.generate(prompts, params, use_tqdm=False)
+    assert token_ids(outputs) == token_ids(plain)
+    assert outputs[-1].prompt_logprobs == plain[-1].prompt_logprobs  # the model's own
+    for prompt, wish, output in zip(prompts, params, outputs, strict=True):
+        tokens = output.outputs[0].token_ids
+        logits = reference_logits(reference, [*prompt, *tokens])
+        for at, entries in enumerate(output.outputs[0].logprobs):
+            expected = processed(logits[len(prompt) + at - 1], wish, prompt, tokens[:at])
+            found = torch.tensor([entry.logprob for entry in entries.values()])
+            assert torch.allclose(found, expected[list(entries)], atol=1e-3), (wish, at)
+            assert next(iter(entries)) == tokens[at] and entries[tokens[at]].logprob > -math.inf
+            assert len(entries) == VOCAB_SIZE or wish.logprobs == 3
+
+
+def test_drafts_have_no_logprobs_of_what_is_drawn_from():
+    with pytest.raises(ValueError, match="logprobs_mode='processed_logprobs' does not know drafts yet"):
+        tiny_llm(logprobs_mode="processed_logprobs", speculative_config="ngram:3")
+
+
 def test_logprobs_of_the_whole_vocabulary(llm, reference):
     """Beside a request that wants a few, one that wants none, and edits, which do not change what is reported."""
     prompt = PROMPTS[3]

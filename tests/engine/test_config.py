@@ -43,6 +43,7 @@ def test_how_many_of_the_longest_requests_fit_at_once(blocks, tokens, length, ex
         (ModelConfig, {"trust_remote_code": 1}, "trust_remote_code must be of type bool"),
         (ModelConfig, {"seed": "1"}, "seed must be of type int"),
         (ModelConfig, {"seed": None}, "seed must be of type int"),
+        (ModelConfig, {"logprobs_mode": "raw_logits"}, "logprobs_mode must be one of raw_logprobs, processed_logprobs"),
         (ModelConfig, {"max_logprobs": -2}, "max_logprobs must be an integer of at least -1"),
         (ModelConfig, {"max_logprobs": True}, "max_logprobs must be of type int"),
         (ModelConfig, {"download_dir": ""}, "download_dir must be a folder"),

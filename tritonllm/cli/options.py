@@ -8,6 +8,7 @@ from tritonllm.config.engine import (
     DTYPES,
     EXECUTORS,
     LOAD_FORMATS,
+    LOGPROBS_MODES,
     NO_COMPILATION,
     STRUCTURED_OUTPUTS_BACKENDS,
 )
@@ -81,6 +82,10 @@ ENGINE: dict[str, dict[str, Any]] = {
         "type": int,
         "metavar": "N",
         "help": "most log-probabilities a position that a request may have (default: 20); -1: the vocabulary's",
+    },
+    "logprobs-mode": {
+        "choices": LOGPROBS_MODES,
+        "help": "log-probabilities of the model (raw_logprobs, the default), or of what tokens are drawn from",
     },
     "no-prefix-caching": {
         "action": "store_false",

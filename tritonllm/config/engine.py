@@ -22,6 +22,7 @@ from tritonllm.config.vllm_arguments import translate
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 POLICIES = ("fcfs", "priority")
 RUNNERS = ("auto", "generate", "pooling")
 STRUCTURED_OUTPUTS_BACKENDS = ("auto", "xgrammar", "guidance")
@@ -66,6 +67,9 @@ class ModelConfig:
         seed: the seed of dummy weights, and of requests that bring none.
         max_logprobs: the most log-probabilities a position that a request may ask for, in ``logprobs`` or
             ``prompt_logprobs``; -1: as many as the vocabulary has, for which requests ask with -1, too.
+        logprobs_mode: of which distribution ``logprobs`` are: ``raw_logprobs``, the model's own; or
+            ``processed_logprobs``, the one that tokens are drawn from, after penalties, processors, masks, temperature
+            and limits (of greedy requests at temperature 1). Those of prompts are always the model's own.
         generation_config: where the defaults of sampling come from: ``auto`` is the model's ``generation_config.json``,
             ``vllm`` are those of :class:`SamplingParams`, anything else a folder with such a file.
         override_generation_config: entries that count more than those of that file, as ``{"temperature": 0.5}``;
@@ -90,6 +94,7 @@ class ModelConfig:
     allow_nan: bool = False
     seed: int = 0
     max_logprobs: int = 20
+    logprobs_mode: str = "raw_logprobs"
     generation_config: str = "auto"
     override_generation_config: Mapping[str, Any] | None = None
     runner: Literal["auto", "generate", "pooling"] = "auto"
@@ -115,6 +120,7 @@ class ModelConfig:
         is_a("seed", self.seed, int)
         is_a("max_logprobs", self.max_logprobs, int)
         at_least("max_logprobs", self.max_logprobs, -1)
+        one_of("logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
         if self.download_dir is not None and (not isinstance(self.download_dir, str) or not self.download_dir):
             raise ValueError(f"download_dir must be a folder, got {self.download_dir!r}")
         if not isinstance(self.generation_config, str) or not self.generation_config:
@@ -425,6 +431,10 @@ class EngineConfig:
         if speculative.tree is not None and other is not None:
             raise ValueError(
                 f"speculative_config: speculative_token_tree does not go with {other}: leave one of them out"
+            )
+        if self.model.logprobs_mode != "raw_logprobs":
+            raise ValueError(
+                f"logprobs_mode={self.model.logprobs_mode!r} does not know drafts yet: leave out speculative_config"
             )
         most, length = speculative.num_speculative_tokens, self.model.max_model_len
         tokens = self.scheduler.max_num_batched_tokens

@@ -120,7 +120,6 @@ class VllmEngine:
     guided_decoding_backend: Any = None
     reasoning_parser: Any = None
     logits_processor_pattern: Any = None
-    logprobs_mode: Any = "raw_logprobs"
     enable_prompt_embeds: Any = False
     additional_config: Any = None
     # adapters

@@ -32,6 +32,7 @@ class EngineArgs(VllmEngine):
     allow_nan: bool = False
     seed: int | None = None
     max_logprobs: int = 20
+    logprobs_mode: str = "raw_logprobs"
     generation_config: str = "auto"
     override_generation_config: str | dict[str, Any] | None = None
     runner: str = "auto"

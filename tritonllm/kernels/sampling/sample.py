@@ -17,11 +17,12 @@ import torch
 from tritonllm.kernels.runtime.checks import check_tensor, require
 from tritonllm.kernels.runtime.random import STREAM_GROUP, STREAM_TOKEN
 from tritonllm.kernels.runtime.registry import register_op, with_reference
-from tritonllm.kernels.sampling.common import MIN_TEMPERATURE, Parameters, clean_ref, draw_ref, keep_ref, scale_ref
+from tritonllm.kernels.sampling.common import LN2, MIN_TEMPERATURE, Parameters, clean_ref, draw_ref, keep_ref, scale_ref
 from tritonllm.kernels.sampling.draw import draw_rows
 from tritonllm.kernels.sampling.edits import LogitEdits, check_edits, edit_logits_ref
 from tritonllm.kernels.sampling.limited import draw_limited_rows
 from tritonllm.kernels.sampling.masks import NO_MASKS, MaybeMasks, TokenMasks, ban_ref, check_masks
+from tritonllm.kernels.sampling.seats import SamplingRows
 from tritonllm.kernels.sampling.truncation import limits_ref
 
 
@@ -207,3 +208,37 @@ def sample(
 
 
 sample_ref = with_reference(sample)
+
+
+def drawn_log_weights(
+    logits: torch.Tensor,
+    rows: SamplingRows,
+    edits: LogitEdits | None = None,
+    seats: torch.Tensor | None = None,
+    masks: TokenMasks | None = None,
+    *,
+    limited: bool = True,
+) -> torch.Tensor:
+    """The distributions that :func:`sample` draws from, in plain torch: for reports, not for draws.
+
+    A row that takes the argmax has that of temperature 1 without limits. With edits, or where rows are ``limited``, the
+    host waits for the device.
+
+    Args:
+        logits: ``[B, V]``; not changed.
+        rows: parameters, edits, seats and masks as of :func:`sample`.
+        limited: some row has a ``top_k``, ``top_p`` or ``min_p``.
+
+    Returns:
+        ``[B, V]`` float32: natural logarithms of probabilities, up to a constant of the row; -inf for what cannot be
+        drawn.
+    """
+    if edits is not None and seats is not None:
+        logits = edit_logits_ref(logits, edits, seats, rows.steps)
+    if masks is not None:
+        logits = logits.clone()
+        ban_ref(logits, MaybeMasks(*masks))
+    greedy = ~(rows.temperature >= MIN_TEMPERATURE.value)
+    limits = (rows.top_k.masked_fill(greedy, 0), rows.top_p.masked_fill(greedy, 1), rows.min_p.masked_fill(greedy, 0))
+    log_weights = log_weights_ref(logits, rows.temperature.masked_fill(greedy, 1), *(limits if limited else [None] * 3))
+    return log_weights * LN2
