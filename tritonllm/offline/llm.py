@@ -3,7 +3,7 @@
 import copy
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -180,18 +180,45 @@ class LLM(PoolingMethods):
         """
         return self._profiles.stop()
 
+    def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
+        """Call a function with the engine's model, which has ``load_weights``
+        (:class:`tritonllm.engine.loop.served_model.ServedModel`). If it changes weights in another way, call
+        :meth:`reset_prefix_cache` behind it.
+
+        Returns:
+            What it returns, once for each rank; there must be one.
+
+        Raises:
+            ValueError: there are several ranks or engines; theirs are in other processes.
+        """
+        return self.collective_rpc(lambda worker: func(worker.model_runner.model))
+
     def collective_rpc(
         self,
-        method: str,
+        method: str | Callable[..., Any],
         timeout: float | None = None,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> list[None]:
-        """vLLM's way to reach :meth:`reload_weights`, the only method that there is.
+    ) -> list[Any]:
+        """vLLM's way to reach its workers: :meth:`reload_weights`, the only method that there is, or a function.
+
+        Args:
+            method: the method's name, or a function that is called with the worker, whose ``model_runner.model`` is
+                that of :meth:`apply_model`.
+            timeout: changes nothing.
+            args, kwargs: further arguments.
+
+        Returns:
+            What it returns, once for each rank.
 
         Raises:
-            ValueError: another method; and as the method.
+            ValueError: another method, or a function where there are several ranks or engines; and as the method.
         """
+        if callable(method):
+            ranks = self.engine.config.parallel.world_size
+            if ranks > 1:
+                raise ValueError(f"collective_rpc: {ranks} ranks take no functions: they take data alone")
+            return [method(self.engine.model_executor.driver_worker, *args, **(kwargs or {}))]
         check_rpc(method, args, kwargs)
         self.reload_weights(*args, **(kwargs or {}))
         return [None]
