@@ -268,7 +268,7 @@ class WeightWriter:
         self._slots, _, _ = _places(model)
         self._accepted = _accepted_names(self._slots, text_of=bool(model.spec.text_of))
         self._parameters = _parameters(model)
-        self._written: set[str] = set()
+        self._written: dict[str, str] = {}
 
     @property
     def complete(self) -> bool:
@@ -295,7 +295,7 @@ class WeightWriter:
             raise ValueError(f"tensor {name} has values that are NaN or infinite: allow_nan=True takes them")
         slot = self._slots[place]
         slot.write(self._parameters[slot.parameter], tensor)
-        self._written.add(place)
+        self._written[place] = name
 
 
 def _check_map(model: Decoder, slots: Mapping[str, Slot]) -> None:
