@@ -73,11 +73,8 @@ async def start(
         outputs = with_logprobs(outputs, body.logprobs)
     if scored:
         outputs = _without_tokens(outputs)
-    return (
-        head,
-        Choices(service, body, params.beam_width if isinstance(params, BeamSearchParams) else params.n),
-        outputs,
-    )
+    each = params.beam_width if isinstance(params, BeamSearchParams) else params.n
+    return head, Choices(service, body, each), outputs
 
 
 async def _without_tokens(outputs: Outputs) -> AsyncGenerator[tuple[int, RequestOutput], None]:
