@@ -10,7 +10,7 @@ EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("use_*.py"))
 
 ENGINE = [
     Path(__file__).parents[1] / "examples" / name
-    for name in ("beam_search.py", "embed.py", "host_cache.py", "structured.py")
+    for name in ("beam_search.py", "embed.py", "host_cache.py", "shortest_first.py", "structured.py")
 ]
 
 

@@ -51,17 +51,20 @@ class LoRARequest:
         raise ValueError("LoRARequest: adapters are not supported; merge the adapter into the model's weights")
 
 
-def get_tokenizer(tokenizer_name: str, *, tokenizer_mode: str = "auto", **kwargs: Any) -> Any:
+def get_tokenizer(
+    tokenizer_name: str, *, tokenizer_mode: str = "auto", download_dir: str | None = None, **kwargs: Any
+) -> Any:
     """The tokenizer of transformers.
 
     Raises:
-        ValueError: a ``tokenizer_mode`` other than ``auto`` and ``slow``.
+        ValueError: a ``tokenizer_mode`` other than ``auto`` and ``hf``, which are the same here.
     """
     from transformers import AutoTokenizer
 
-    if tokenizer_mode not in ("auto", "slow"):
-        raise ValueError(f"tokenizer_mode must be auto or slow, got {tokenizer_mode!r}")
-    return AutoTokenizer.from_pretrained(str(tokenizer_name), use_fast=tokenizer_mode == "auto", **kwargs)
+    from tritonllm.config.vllm_arguments import ENGINE_DEFAULTS, require_neutral
+
+    require_neutral({"tokenizer_mode": tokenizer_mode}, ENGINE_DEFAULTS)
+    return AutoTokenizer.from_pretrained(str(tokenizer_name), cache_dir=download_dir, **kwargs)
 
 
 def resolve_chat_template(tokenizer: Any, chat_template: str | None = None, tools: Any = None, **_: Any) -> str | None:

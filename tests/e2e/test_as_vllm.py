@@ -35,6 +35,13 @@ print(json.dumps([version("vllm"), vllm.__version__, find_spec("vllm") is not No
 """
 
 
+def test_the_tokenizer_of_vllm():
+    kept = as_vllm.get_tokenizer(model_path(), tokenizer_mode="hf", download_dir="nowhere")
+    assert kept("a fox")["input_ids"] == as_vllm.get_tokenizer(str(model_path()))("a fox")["input_ids"]
+    with pytest.raises(ValueError, match=r"tokenizer_mode=.slow.: .*leave it at 'auto'"):
+        as_vllm.get_tokenizer(str(model_path()), tokenizer_mode="slow")
+
+
 def run(*args, cwd):
     command = [sys.executable, "-m", "tritonllm.as_vllm", *args]
     return forked_programs.run(command, env=environment(), cwd=cwd, timeout=PATIENCE)

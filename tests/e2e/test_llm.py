@@ -1,5 +1,6 @@
 """Whole requests through the offline interface, on the CPU path."""
 
+import dataclasses
 import math
 from array import array
 
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from tritonllm import BeamSearchParams, RepetitionDetectionParams, SamplingParams
 from tritonllm.engine.data.request import PACKED
 from tritonllm.engine.text.input_processor import TokenizedPrompt
+from tritonllm.events import StepPlanned
 
 PROMPTS = [random_tokens(n, VOCAB_SIZE, seed=n) for n in (1, 3, 17, 40, 5, 64, 9, 30)]
 
@@ -70,6 +72,22 @@ def test_planning_ahead_changes_nothing(settings):
         assert (early.outputs[0].logprobs is None) == (plain.outputs[0].logprobs is None)
         assert (early.prompt_logprobs is None) == (plain.prompt_logprobs is None)
     assert {c.finish_reason for output in results[0] for c in output.outputs} == {"length", "stop"}
+
+
+def test_prompts_that_are_not_cut(llm):
+    """The same tokens; and each prompt goes through the model in one step, what the cache has of it left out."""
+    whole, planned = tiny_llm(enable_chunked_prefill=False, max_model_len=64, max_num_seqs=3), []
+    whole.engine.subscribe(lambda event: planned.append(event) if isinstance(event, StepPlanned) else None)
+    params = dataclasses.replace(KINDS[0], ignore_eos=True)
+    prompts = [[*range(2, 40)], [*range(3, 50)], PROMPTS[1], [*range(2, 42)]]
+    found = whole.generate(prompts, params, use_tqdm=False)
+    assert token_ids(found) == token_ids(llm.generate(prompts, params, use_tqdm=False))
+    counts = [part.num_tokens for step in planned for part in step.parts if part.num_tokens > 1]
+    assert sorted(counts) == sorted(
+        len(prompt) - output.num_cached_tokens for prompt, output in zip(prompts, found, strict=True)
+    )
+    with pytest.raises(ValueError, match=r"max_num_batched_tokens=64 must hold .*_prefill=False, max_model_len=65"):
+        tiny_llm(enable_chunked_prefill=False, max_model_len=65)
 
 
 def test_a_step_is_launched_before_the_last_one_is_awaited():
@@ -337,6 +355,62 @@ def test_prompt_logprobs(reference, budget):
             assert entries[prompt[at]].logprob == pytest.approx(float(expected[at - 1, prompt[at]]), abs=1e-4)
             rank = int((expected[at - 1] > expected[at - 1, prompt[at]]).sum()) + 1
             assert entries[prompt[at]].rank == rank
+
+
+def processed(logits, params, prompt, output):
+    """What a token is drawn from, by the definitions: penalties, bans, temperature, min-p, top-k, top-p."""
+    x, counts = logits.clone(), torch.bincount(torch.tensor(output, dtype=torch.int64), minlength=VOCAB_SIZE)
+    seen = (counts > 0).index_fill(0, torch.tensor(prompt), True)
+    x = torch.where(seen, torch.where(x > 0, x / params.repetition_penalty, x * params.repetition_penalty), x)
+    x -= params.frequency_penalty * counts
+    for token in set(range(VOCAB_SIZE)) - set(params.allowed_token_ids or range(VOCAB_SIZE)):
+        x[token] = -torch.inf
+    x /= params.temperature or 1.0
+    if params.temperature:
+        x[x.softmax(-1) < params.min_p * x.softmax(-1).max()] = -torch.inf
+        order = x.argsort(descending=True)
+        if params.top_k > 0:
+            x[order[params.top_k :]] = -torch.inf
+        before = x.softmax(-1)[order].cumsum(-1) - x.softmax(-1)[order]
+        x[order[before >= params.top_p]] = -torch.inf
+    return x.log_softmax(-1)
+
+
+PROCESSED = [
+    SamplingParams(temperature=0, top_k=2, top_p=0.1, max_tokens=3, logprobs=-1),
+    SamplingParams(temperature=0.6, seed=1, max_tokens=4, logprobs=-1),
+    SamplingParams(temperature=1.7, seed=2, max_tokens=4, logprobs=-1, top_k=5),
+    SamplingParams(temperature=0.8, seed=3, max_tokens=4, logprobs=-1, top_p=0.5, min_p=0.01),
+    SamplingParams(temperature=1.0, seed=4, max_tokens=6, logprobs=-1, repetition_penalty=1.5, frequency_penalty=0.7),
+    SamplingParams(temperature=2.0, seed=5, max_tokens=4, logprobs=-1, allowed_token_ids=[5, 6, 7, 8], ignore_eos=True),
+    SamplingParams(temperature=0.5, seed=6, max_tokens=4, logprobs=3, prompt_logprobs=1),
+]
+
+
+@pytest.mark.parametrize("chosen", [range(7), [1, 6]])
+def test_logprobs_of_what_is_drawn_from(llm, reference, chosen):
+    """Of kinds of requests side by side, and of those that have a temperature alone; the tokens do not change."""
+    params = [PROCESSED[i] for i in chosen]
+    prompts = [random_tokens(4 + i, VOCAB_SIZE, seed=i) for i in chosen]
+    reporting = tiny_llm(logprobs_mode="processed_logprobs")
+    outputs = reporting.generate(prompts, params, use_tqdm=False)
+    plain = llm.generate(prompts, params, use_tqdm=False)
+    assert token_ids(outputs) == token_ids(plain)
+    assert outputs[-1].prompt_logprobs == plain[-1].prompt_logprobs  # the model's own
+    for prompt, wish, output in zip(prompts, params, outputs, strict=True):
+        tokens = output.outputs[0].token_ids
+        logits = reference_logits(reference, [*prompt, *tokens])
+        for at, entries in enumerate(output.outputs[0].logprobs):
+            expected = processed(logits[len(prompt) + at - 1], wish, prompt, tokens[:at])
+            found = torch.tensor([entry.logprob for entry in entries.values()])
+            assert torch.allclose(found, expected[list(entries)], atol=1e-3), (wish, at)
+            assert next(iter(entries)) == tokens[at] and entries[tokens[at]].logprob > -math.inf
+            assert len(entries) == VOCAB_SIZE or wish.logprobs == 3
+
+
+def test_drafts_have_no_logprobs_of_what_is_drawn_from():
+    with pytest.raises(ValueError, match="logprobs_mode='processed_logprobs' does not know drafts yet"):
+        tiny_llm(logprobs_mode="processed_logprobs", speculative_config="ngram:3")
 
 
 def test_logprobs_of_the_whole_vocabulary(llm, reference):

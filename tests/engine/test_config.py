@@ -4,11 +4,25 @@ from pathlib import Path
 
 import pytest
 
-from tritonllm.config.engine import CacheConfig, CompilationConfig, EngineConfig, ModelConfig, SchedulerConfig
+from tritonllm.config.engine import (
+    CacheConfig,
+    CompilationConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+    max_concurrency,
+)
 from tritonllm.config.speculative import SpeculativeConfig
 from tritonllm.engine.start.arg_utils import EngineArgs
 
 DRAFT_MODEL = SpeculativeConfig(method="draft_model", model="m", num_speculative_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "tokens", "length", "expected"), [(8, 16, 64, 2.0), (8, 16, 65, 1.6), (3, 4, 16, 0.75), (7, 256, 100, 7)]
+)
+def test_how_many_of_the_longest_requests_fit_at_once(blocks, tokens, length, expected):
+    assert max_concurrency(blocks, tokens, length) == expected
 
 
 @pytest.mark.parametrize(
@@ -29,6 +43,11 @@ DRAFT_MODEL = SpeculativeConfig(method="draft_model", model="m", num_speculative
         (ModelConfig, {"trust_remote_code": 1}, "trust_remote_code must be of type bool"),
         (ModelConfig, {"seed": "1"}, "seed must be of type int"),
         (ModelConfig, {"seed": None}, "seed must be of type int"),
+        (ModelConfig, {"logprobs_mode": "raw_logits"}, "logprobs_mode must be one of raw_logprobs, processed_logprobs"),
+        (ModelConfig, {"max_logprobs": -2}, "max_logprobs must be an integer of at least -1"),
+        (ModelConfig, {"max_logprobs": True}, "max_logprobs must be of type int"),
+        (ModelConfig, {"download_dir": ""}, "download_dir must be a folder"),
+        (ModelConfig, {"download_dir": Path("x")}, "download_dir must be a folder"),
         (CacheConfig, {"block_size": 0}, "block_size must be an integer of at least 1"),
         (CacheConfig, {"block_size": 257}, "block_size must be at most 256"),
         (CacheConfig, {"num_blocks": 0}, "num_blocks must be an integer of at least 1"),
@@ -42,6 +61,13 @@ DRAFT_MODEL = SpeculativeConfig(method="draft_model", model="m", num_speculative
         (SchedulerConfig, {"max_num_seqs": 0}, "max_num_seqs must be an integer of at least 1"),
         (SchedulerConfig, {"max_num_batched_tokens": -1}, "max_num_batched_tokens must be an integer of at least 1"),
         (SchedulerConfig, {"max_num_seqs": 9, "max_num_batched_tokens": 8}, r"max_num_batched_tokens \(8\) must be"),
+        (SchedulerConfig, {"enable_chunked_prefill": 0}, "enable_chunked_prefill must be of type bool"),
+        (SchedulerConfig, {"long_prefill_token_threshold": -1}, "long_prefill_token_threshold must be an integer of"),
+        (
+            SchedulerConfig,
+            {"long_prefill_token_threshold": 8, "enable_chunked_prefill": False},
+            "long_prefill_token_threshold=8 cuts prompts, which enable_chunked_prefill=False forbids",
+        ),
         (SchedulerConfig, {"policy": "random"}, "policy must be one of fcfs, priority"),
         (EngineConfig, {"enforce_eager": 1}, "enforce_eager must be of type bool"),
         (EngineConfig, {"disable_cascade_attn": "no"}, "disable_cascade_attn must be of type bool"),

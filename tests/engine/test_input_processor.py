@@ -228,3 +228,18 @@ def test_no_more_tokens_are_allowed_than_there_are():
     assert few.take_params(SamplingParams(allowed_token_ids=[1] * 8)).allowed_token_ids == [1] * 8
     with pytest.raises(ValueError, match=r"^allowed_token_ids has 9 entries, more than the vocabulary \(8\)"):
         few.take_params(SamplingParams(allowed_token_ids=[1] * 9))
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+@pytest.mark.parametrize(
+    ("most", "taken", "refused"), [(20, (20, -1), (21,)), (0, (0,), (1, -1)), (7, (7,), (8, -1)), (-1, (1024, -1), ())]
+)
+def test_no_more_logprobs_than_the_engine_gives(name, most, taken, refused):
+    """-1 is the number of the vocabulary, of which there are 8."""
+    inputs = InputProcessor(None, 8, MOST, frozenset({0}), 0, max_logprobs=most)
+    for count in (None, *taken):
+        assert getattr(inputs.take_params(SamplingParams(**{name: count})), name) == count
+    for count in refused:
+        message = rf"^{name}={count} is more than max_logprobs={most}: .*max_logprobs={count}"
+        with pytest.raises(ValueError, match=message):
+            inputs.take_params(SamplingParams(**{name: count}))

@@ -32,6 +32,8 @@ def test_a_start_says_what_is_ready(caplog):
     assert re.match(r"\w+ForCausalLM \(float32\) is ready on the CPU after \d+\.\d s: ", ready)
     assert "KV cache of 64 blocks of 16 tokens" in ready and "0 CUDA graphs, up to 3 sequences" in ready
     assert ready.endswith("prefix cache off")
+    (most,) = [message for message in said(caplog) if "Maximum concurrency" in message]
+    assert most == "Maximum concurrency for 1,024 tokens per request: 1.00x"
     assert any(re.match(r"0\.\d+ GB of weights read from ", message) for message in said(caplog))
     assert not said(caplog, logging.WARNING)
 

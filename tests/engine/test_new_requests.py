@@ -3,6 +3,7 @@ import pytest
 from tritonllm.config.engine import EngineConfig
 from tritonllm.config.sampling_params import SamplingParams
 from tritonllm.engine.loop.new_requests import NewRequests, check_call
+from tritonllm.engine.schedule.policy import NAMED, ByArrival, ByPriority
 from tritonllm.engine.schedule.scheduler import Scheduler
 from tritonllm.engine.text.input_processor import InputProcessor
 from tritonllm.engine.text.pooling import PoolingAbility
@@ -19,12 +20,12 @@ from tritonllm.engine.text.pooling import PoolingAbility
 )
 def test_bad_calls(request_id, priority, policy, message):
     with pytest.raises(ValueError, match=message):
-        check_call(request_id, priority, policy)
+        check_call(request_id, priority, NAMED[policy]())
 
 
 def test_good_calls():
-    check_call("a", 0, "fcfs")
-    check_call("", -3, "priority")
+    check_call("a", 0, ByArrival())
+    check_call("", -3, ByPriority())
 
 
 def new_requests(**ability):

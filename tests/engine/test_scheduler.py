@@ -190,6 +190,28 @@ def test_a_prompt_comes_in_small_chunks_beside_a_last_token_too():
     assert scheduler.schedule().num_tokens == 3000 - 256
 
 
+def test_prompts_that_are_not_cut_wait_for_a_step_that_holds_them():
+    """In their order, and what the cache has of one does not count."""
+    scheduler = make_scheduler(tokens=20, max_model_len=20, enable_chunked_prefill=False)
+    for name, length in (("a", 12), ("b", 9), ("c", 2), ("d", 8)):
+        add(scheduler, name, length, 20)
+    assert steps(scheduler, 2) == [{"a": 12}, {"a": 1, "b": 9, "c": 2, "d": 8}]
+    again = make_scheduler(tokens=20, max_model_len=20, enable_chunked_prefill=False)
+    first = add(again, "a", 18, 19)
+    step(again)
+    add(again, "b", [*first.prompt_token_ids], 20)
+    add(again, "c", 15, 20)
+    assert steps(again, 2) == [{"b": 2, "c": 15}, {"b": 1, "c": 1}]
+
+
+def test_a_long_prompt_leaves_room_for_others():
+    scheduler = make_scheduler(tokens=20, long_prefill_token_threshold=8)
+    add(scheduler, "a", 18)
+    add(scheduler, "b", 3)
+    add(scheduler, "c", 12)
+    assert steps(scheduler, 2) == [{"a": 8, "b": 3, "c": 8}, {"a": 8, "b": 1, "c": 4}]
+
+
 def test_pooled_prompts_take_nothing_from_the_others_share():
     """They may be larger than it, and it never falls below nothing."""
     scheduler = make_long(tokens=4096)

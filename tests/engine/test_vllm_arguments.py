@@ -42,7 +42,7 @@ def test_tables_name_what_there_is():
         {field.name: field.default for field in dataclasses.fields(VllmEngine)},
         {name: values[0] for name, values in ALSO_NEUTRAL.items() if hasattr(VllmEngine, name)},
         {"quantization": None, "enable_chunked_prefill": True, "pipeline_parallel_size": 1, "tensor_parallel_size": 1},
-        {"kv_offloading_backend": "native", "max_logprobs": 5, "served_model_name": ["a"], "disable_log_stats": True},
+        {"kv_offloading_backend": "native", "served_model_name": ["a"], "disable_log_stats": True},
         {"hf_overrides": {}, "limit_mm_per_prompt": {}, "cpu_offload_gb": 0.0, "rope_scaling": ""},
         {"block_size": None, "max_num_seqs": None, "enable_prefix_caching": None, "seed": None, "tokenizer": None},
     ],
@@ -55,7 +55,7 @@ def test_neutral_values_change_nothing(kwargs):
     ("kwargs", "message"),
     [
         ({"quantization": "awq"}, "quantization='awq': tritonllm does not have this; leave it out"),
-        ({"enable_chunked_prefill": False}, "enable_chunked_prefill=False.*max_num_batched_tokens"),
+        ({"max_num_partial_prefills": 2}, "max_num_partial_prefills=2.*long_prefill_token_threshold limits"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be an integer of at least 1"),
         (
             {"tensor_parallel_size": 2, "distributed_executor_backend": "uni"},
@@ -81,7 +81,8 @@ def test_neutral_values_change_nothing(kwargs):
         ({"hf_overrides": {"a": 1}}, "hf_overrides=.*config.json"),
         ({"limit_mm_per_prompt": {"image": 2}}, "limit_mm_per_prompt="),
         ({"distributed_executor_backend": "frob"}, "distributed_executor_backend must be one of uni, mp"),
-        ({"tokenizer_mode": "mistral"}, "tokenizer_mode='mistral'"),
+        ({"tokenizer_mode": "mistral"}, "tokenizer_mode='mistral'.*leave it at 'auto'"),
+        ({"tokenizer_mode": "slow"}, "tokenizer_mode='slow'.*leave it at 'auto', .*transformers 5 has no slow ones"),
         ({"max_modellen": 3}, r"unknown argument 'max_modellen' \(did you mean max_model_len"),
         ({"quantisation": None}, r"unknown argument 'quantisation' \(did you mean quantization"),
         ({"xyzzy": 3}, "unknown argument 'xyzzy'; known: allow_nan, async_scheduling"),

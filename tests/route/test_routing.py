@@ -39,7 +39,9 @@ def test_any_method_goes_through(backends, routing, method):
     assert method == "HEAD" or answer.json()["from"] == "a"
 
 
-@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/rerank", "/score", "/v1/embeddings", "/v2/rerank"])
+@pytest.mark.parametrize(
+    "path", ["/generate", "/tokenize", "/detokenize", "/rerank", "/score", "/v1/embeddings", "/v2/rerank"]
+)
 def test_paths_beside_v1(backends, routing, path):
     router = routing(backends())
     assert ask(router, path=path).json()["path"] == path

@@ -60,6 +60,8 @@ def test_paths_below_a_root_that_may_be_taken_away(admin):
 def test_what_the_server_is(admin):
     told = admin.client.get("/server_info", params={"config_format": "json"}).json()
     assert told["version"] == tritonllm.__version__ and told["vllm_config"]["model"]["model"] == str(model_path())
+    blocks, length = told["num_blocks"], told["max_model_len"]
+    assert told["max_concurrency"] == round(blocks / -(-length // 16), 2) >= 1
     assert f"model={str(model_path())!r}" in admin.client.get("/server_info").json()["vllm_config"]
     tokenizer = admin.client.get("/tokenizer_info").json()
     assert "Fast" in tokenizer["tokenizer_class"] or "Tokenizer" in tokenizer["tokenizer_class"]

@@ -77,6 +77,7 @@ def test_chat(server, llm):
         ({"length_penalty": "x"}, "length_penalty"),
         ({"length_penalty": 5000}, "length_penalty must be a number from -32 to 32"),
         ({"max_tokens": 0}, "max_tokens must be"),
+        ({"logprobs": 21}, "logprobs=21 is more than max_logprobs=20"),
     ],
 )
 def test_mistakes(server, more, message):

@@ -14,11 +14,11 @@ from support.waiting import PATIENCE
 
 from tritonllm.serve.api.messages_protocol import MessagesRequest
 from tritonllm.serve.api.pooling_protocol import EmbeddingRequest, RerankRequest
-from tritonllm.serve.api.protocol import ChatRequest, CompletionRequest, TokenizeRequest
+from tritonllm.serve.api.protocol import ChatRequest, CompletionRequest, GenerateRequest, TokenizeRequest
 from tritonllm.serve.api.responses_protocol import ResponsesRequest
 
 STORY = {"model": MODEL, "prompt": "There was a fox named", "max_tokens": 4, "temperature": 0}
-PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"]
+PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/generate", "/tokenize", "/detokenize"]
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "x"}]}
 JSON = {"Content-Type": "application/json"}
 
@@ -99,6 +99,10 @@ def error_of(response):
             {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "top_logprobs": 2},
             "logprobs=true",
         ),
+        ("completions", {**STORY, "logprobs": 21}, "logprobs=21 is more than max_logprobs=20"),
+        ("completions", {**STORY, "logprobs": -1}, "logprobs=-1 is more than max_logprobs=20"),
+        ("completions", {**STORY, "logprobs": -2}, "logprobs: Input should be greater"),
+        ("chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs=21 is more than max_logpr"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -249,6 +253,7 @@ def test_what_is_no_object_is_400(server, path, body, why):
         ("/v1/completions", CompletionRequest, {**STORY, "max_tokens": 1}),
         ("/v1/chat/completions", ChatRequest, {**CHAT, "max_tokens": 1}),
         ("/v1/responses", ResponsesRequest, {"input": "x", "max_output_tokens": 1}),
+        ("/generate", GenerateRequest, {"prompt": "x", "max_tokens": 1}),
         ("/v1/messages", MessagesRequest, {**CHAT, "max_tokens": 1}),
         ("/v1/embeddings", EmbeddingRequest, {"input": "x"}),
         ("/rerank", RerankRequest, {"query": "x", "documents": ["y"]}),

@@ -12,6 +12,7 @@ ASK = [{"role": "user", "content": "Hi"}]
 BODIES = {
     "/v1/completions": {"prompt": "Hi", "max_tokens": 2},
     "/v1/chat/completions": {"messages": ASK, "max_tokens": 2},
+    "/generate": {"prompt": "Hi", "max_tokens": 2},
     "/v1/responses": {"input": "Hi", "max_output_tokens": 2},
     "/v1/messages": {"model": MODEL, "messages": ASK, "max_tokens": 2},
     "/v1/messages/count_tokens": {"model": MODEL, "messages": ASK},

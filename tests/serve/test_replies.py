@@ -10,9 +10,9 @@ from support.random_tokenizers import ByteFallback, ByteLevel
 
 from tritonllm.engine.data.outputs import CompletionOutput, Logprob, RequestOutput
 from tritonllm.engine.text.detokenizer import IncrementalDetokenizer, TokenTexts, bytes_of
-from tritonllm.serve.api.completions_api import _Choices
+from tritonllm.serve.api.completions_api import Choices
 from tritonllm.serve.api.protocol import CompletionRequest
-from tritonllm.serve.api.replies import Offsets
+from tritonllm.serve.api.replies import Offsets, chat_logprobs
 
 # The prompt ends in a part of a character; special tokens are skipped in what follows.
 PROMPT, OUTPUT = [None, " a", b"\xe6", b"\xbc"], [b"\xa2", " b", None, b"\xc3", b"\xa9", "c"]
@@ -25,7 +25,7 @@ def test_offsets_are_those_of_the_text(echo, given_as_text):
     words, prompt = TokenTexts(tokenizer), ids[: len(PROMPT)]
     positions = [{token: Logprob(-1.0, 1, words(token))} for token in ids]
     follower = IncrementalDetokenizer(tokenizer, prompt)
-    choices = _Choices(
+    choices = Choices(
         SimpleNamespace(llm=SimpleNamespace(inputs=SimpleNamespace(tokenizer=tokenizer))),
         CompletionRequest(model="m", prompt=prompt, echo=echo, logprobs=1),
         n=1,
@@ -61,3 +61,11 @@ def test_tokens_begin_where_the_text_before_them_ends(kind, data):
 
 def test_offsets_without_a_tokenizer():
     assert Offsets(None).add([1, 20]) == [0, len("token_id:1")]
+
+
+@pytest.mark.parametrize(("count", "ids"), [(0, []), (1, [5]), (2, [5, 9]), (-1, [5, 9, 7])])
+def test_as_many_of_the_most_likely_as_asked_for(count, ids):
+    position = {7: Logprob(-3.0, 3, "c"), 9: Logprob(-2.0, 2, "b"), 5: Logprob(-1.0, 1, "a")}
+    (entry,) = chat_logprobs([7], [position], count, None)["content"]
+    assert entry["logprob"] == -3.0
+    assert [top["logprob"] for top in entry["top_logprobs"]] == [position[token].logprob for token in ids]

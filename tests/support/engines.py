@@ -59,6 +59,7 @@ NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
 
 def tiny_llm(checkpoint: Path | None = None, **kwargs: Any) -> LLM:
     settings: dict[str, Any] = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    settings["max_logprobs"] = -1
     return LLM(str(checkpoint or tiny_checkpoint()), **{**settings, **kwargs})
 
 

@@ -18,6 +18,7 @@ from tritonllm.config.sampling_params import SamplingParams
 from tritonllm.engine.data.request import Request, RequestStatus
 from tritonllm.engine.schedule import prompt_budget
 from tritonllm.engine.schedule.gang import parent_in, prompt_blocks, room_for
+from tritonllm.engine.schedule.policy import SchedulingPolicy
 from tritonllm.engine.schedule.scheduler import Scheduler
 from tritonllm.engine.schedule.speculation import Drafting
 
@@ -144,11 +145,18 @@ class FakeModel:
         return [*request.prompt_token_ids, *self.outputs.get(request, ())]
 
 
+class Shortest(SchedulingPolicy):
+    """Ranks that are neither all the same nor the user's, and nobody gives way to those that wait."""
+
+    def rank(self, request):
+        return len(request.prompt_token_ids) / 2
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     patience = 1
 
     @initialize(
-        policy=st.sampled_from(["fcfs", "priority"]),
+        policy=st.sampled_from(["fcfs", "priority", Shortest]),
         caching=st.booleans(),
         block_size=st.integers(1, 4),
         num_blocks=st.one_of(st.integers(1, 4), st.integers(5, 24)),
@@ -158,12 +166,31 @@ class SchedulerMachine(RuleBasedStateMachine):
         stages=st.sampled_from([1, 1, 2, 3]),
         drafts=st.sampled_from([0, 0, 1, 3, 7]),
         beside=st.sampled_from([1, 3, prompt_budget.BESIDE]),
+        whole=st.sampled_from([False, False, True]),
         luck=st.randoms(use_true_random=False),
     )
-    def start(self, policy, caching, block_size, num_blocks, seats, more_tokens, ahead, drafts, beside, luck, stages=1):
+    def start(
+        self,
+        policy,
+        caching,
+        block_size,
+        num_blocks,
+        seats,
+        more_tokens,
+        ahead,
+        drafts,
+        beside,
+        luck,
+        stages=1,
+        whole=False,
+    ):
         self.patched = pytest.MonkeyPatch()
         self.patched.setattr(prompt_budget, "BESIDE", beside)
-        self.config = SchedulerConfig(max_num_seqs=seats, max_num_batched_tokens=seats + more_tokens, policy=policy)
+        tokens = max(seats + more_tokens, MAX_MODEL_LEN * whole)
+        limits = {"max_num_seqs": seats, "max_num_batched_tokens": tokens, "enable_chunked_prefill": not whole}
+        limits |= {"scheduler_cls": policy} if policy is Shortest else {"policy": policy}
+        self.config = SchedulerConfig(**limits)
+        self.policy = policy
         sizes = block_size, num_blocks, MAX_MODEL_LEN
         self.scheduler = Scheduler(self.config, *sizes, Drafting(drafts), stages=stages, enable_prefix_caching=caching)
         self.model = FakeModel(block_size, lambda count: luck.randint(0, count))
@@ -177,7 +204,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.added = 0
 
     def order(self, request):
-        return request.priority if self.config.policy == "priority" else 0, request.arrival, request.seed
+        rank = {"fcfs": 0, "priority": request.priority}.get(self.policy, len(request.prompt_token_ids) / 2)
+        return rank, request.arrival, request.seed
 
     @rule(wishes=st.lists(WISHES, min_size=1, max_size=6))
     def add(self, wishes):
@@ -324,6 +352,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert item.samples == (end == total)
             assert item.pending == (end > request.num_tokens)
             assert not item.pending or item.num_tokens == 1 + item.drafts
+            assert item.samples or self.config.enable_chunked_prefill
             assert 0 <= item.drafts <= self.drafts and (item.samples or not item.drafts)
             assert request.num_possible_tokens <= 2 * self.drafts
             reach = min(end + request.num_possible_tokens, request.length_limit - 1)
@@ -379,7 +408,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 start = next((i.start for i in items if i.request is request), 0)  # it may wait for loads
                 comes_back = request.num_preemptions and (request.siblings or self.scheduler.tier)
                 assert request.num_cached_tokens == start == 0 or comes_back
-        if self.config.policy == "fcfs":
+        if self.policy == "fcfs":
             assert all(self.order(r) < self.order(w) for r in running for w in waiting)
 
     def check_priorities(self, plan, running, waiting, ran_before):
@@ -390,10 +419,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not waiting:
             return
         first = min(waiting, key=self.order)
-        ahead = [request for request in running if self.order(request)[0] <= self.order(first)[0]]
+        gives_way = self.policy == "priority"
+        ahead = [request for request in running if not gives_way or self.order(request)[0] <= self.order(first)[0]]
         if len(ahead) == len(running) or first.num_pending_tokens or self.delayed(first):
             return
         used = sum(item.num_tokens for item in plan.scheduled if item.request in ahead)
+        if not self.config.enable_chunked_prefill and self.scheduler.admission_end == "tokens":
+            assert used + self.drafts * len(ahead) + first.num_tokens > self.config.max_num_batched_tokens
+            return
         if self.scheduler.admission_end == "tokens" or used == self.config.max_num_batched_tokens:
             least = min(self.config.max_num_batched_tokens, prompt_budget.BESIDE)
             assert used >= least - self.drafts * len(ahead)
@@ -447,7 +480,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def teardown(self):
         """Every request ends, within the bound of the scheduler's argument: each step the first request in order gains
-        a token for good, unless (policy `priority` only) an earlier one joins, once per request at most."""
+        a token for good, unless (not of policy `fcfs`) an earlier one joins, once per request at most."""
         if not hasattr(self, "scheduler"):
             return
         try:
@@ -457,7 +490,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.patched.undo()
 
     def end(self):
-        rounds = 1 if self.config.policy == "fcfs" else 1 + len(self.live)
+        rounds = 1 if self.policy == "fcfs" else 1 + len(self.live)
         rounds *= self.stages + self.ahead  # it may wait for its last token, which is in flight
         rounds *= self.patience
         for _ in range(rounds * (1 + sum(request.max_total_tokens for request in self.live))):

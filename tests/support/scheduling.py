@@ -10,9 +10,18 @@ from tritonllm.engine.schedule.speculation import Drafting
 
 
 def make_scheduler(
-    num_blocks=100, *, block_size=4, seats=8, tokens=100, policy="fcfs", caching=True, max_model_len=1000, drafts=0
+    num_blocks=100,
+    *,
+    block_size=4,
+    seats=8,
+    tokens=100,
+    policy="fcfs",
+    caching=True,
+    max_model_len=1000,
+    drafts=0,
+    **limits,
 ):
-    config = SchedulerConfig(max_num_seqs=seats, max_num_batched_tokens=tokens, policy=policy)
+    config = SchedulerConfig(max_num_seqs=seats, max_num_batched_tokens=tokens, policy=policy, **limits)
     sizes = block_size, num_blocks, max_model_len
     return Scheduler(config, *sizes, Drafting(drafts), enable_prefix_caching=caching)
 

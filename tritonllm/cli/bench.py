@@ -135,7 +135,8 @@ def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
 
     trusted = options.get("trust_remote_code", False)
     form = options.get("load_format", "auto")
-    folder = checkpoint.resolve(args.model, options.pop("revision", None), trust_remote_code=trusted, load_format=form)
+    how = {"load_format": form, "download_dir": options.get("download_dir")}
+    folder = checkpoint.resolve(args.model, options.pop("revision", None), trust_remote_code=trusted, **how)
     spec = read_spec(folder, trust_remote_code=trusted)
     begin = time.perf_counter()
     llm = make_llm(str(folder), **options)

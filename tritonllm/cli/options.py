@@ -8,6 +8,7 @@ from tritonllm.config.engine import (
     DTYPES,
     EXECUTORS,
     LOAD_FORMATS,
+    LOGPROBS_MODES,
     NO_COMPILATION,
     STRUCTURED_OUTPUTS_BACKENDS,
 )
@@ -51,6 +52,7 @@ SEVERAL: dict[str, dict[str, Any]] = {
 ENGINE: dict[str, dict[str, Any]] = {
     "tokenizer": {"metavar": "PATH", "help": "folder or hub id of the tokenizer, if it is not the model's"},
     "revision": {"metavar": "REV", "help": "branch, tag or commit of a hub id"},
+    "download-dir": {"metavar": "DIR", "help": "folder that keeps what comes from the hub (default: as HF_HOME says)"},
     "device": {"metavar": "NAME", "help": "auto (default: the GPU if there is one), cpu, cuda, cuda:1"},
     "dtype": {"choices": DTYPES, "help": "default: auto, the model's own on a GPU, float32 on the CPU"},
     "language-model-only": {
@@ -67,6 +69,24 @@ ENGINE: dict[str, dict[str, Any]] = {
     "gpu-memory-utilization": {"type": float, "metavar": "X", "help": "part of the GPU's memory to use (default: 0.9)"},
     "max-num-seqs": {"type": int, "metavar": "N", "help": "most requests running at once (default: 256)"},
     "max-num-batched-tokens": {"type": int, "metavar": "N", "help": "most tokens in one step (default: 8192)"},
+    "enable-chunked-prefill": {
+        "action": argparse.BooleanOptionalAction,
+        "help": "compute prompts in chunks (default), or each whole in one step; that must hold --max-model-len tokens",
+    },
+    "long-prefill-token-threshold": {
+        "type": int,
+        "metavar": "N",
+        "help": "most tokens of one prompt in a step (default: 0, as many as the step has left)",
+    },
+    "max-logprobs": {
+        "type": int,
+        "metavar": "N",
+        "help": "most log-probabilities a position that a request may have (default: 20); -1: the vocabulary's",
+    },
+    "logprobs-mode": {
+        "choices": LOGPROBS_MODES,
+        "help": "log-probabilities of the model (raw_logprobs, the default), or of what tokens are drawn from",
+    },
     "no-prefix-caching": {
         "action": "store_false",
         "dest": "enable_prefix_caching",

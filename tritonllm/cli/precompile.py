@@ -21,6 +21,7 @@ examples:
 # Those of the engine's options that decide which kernels it launches.
 OPTIONS = (
     "revision",
+    "download-dir",
     "dtype",
     "max-model-len",
     "block-size",
@@ -80,7 +81,8 @@ def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
         args.wrong_usage(str(error))
     arch, name = target_of(args.target, args.gpu)
     trusted = config.model.trust_remote_code
-    how: dict[str, Any] = {"trust_remote_code": trusted, "load_format": "dummy"}  # no weights are read
+    kept_in = config.model.download_dir
+    how: dict[str, Any] = {"trust_remote_code": trusted, "load_format": "dummy", "download_dir": kept_in}  # no weights
     folder = checkpoint.resolve(config.model.model, config.model.revision, **how)
     spec = read_spec(folder, trust_remote_code=trusted)
     if not isinstance(spec, ModelSpec):

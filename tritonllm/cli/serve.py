@@ -135,6 +135,10 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         group,
         {
             "scheduling-policy": {"choices": POLICIES, "dest": "policy", "help": "fcfs (default), or priority"},
+            "scheduler-cls": {
+                "metavar": "MODULE.NAME",
+                "help": "another order of requests, as a class of your own, see docs/engine.md",
+            },
             "generation-config": {
                 "metavar": "NAME",
                 "help": "where sampling defaults come from: auto (default: the model), vllm (none), or a folder",
@@ -167,6 +171,7 @@ def check(args: argparse.Namespace) -> tuple[EngineConfig, Any]:
     options = given(args, ENGINE)
     more = (
         "policy",
+        "scheduler_cls",
         "generation_config",
         "override_generation_config",
         "seed",

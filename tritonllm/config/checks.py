@@ -1,5 +1,6 @@
 """What configurations check of their values: each raises a ``ValueError`` that names the argument."""
 
+import importlib
 import json
 import re
 from collections.abc import Mapping
@@ -55,3 +56,19 @@ def json_mapping(name: str, value: object, known: list[str] | None = None, forms
 def names_code(value: object) -> bool:
     """Whether it is a function, a class or ``"module:name"``."""
     return callable(value) or (isinstance(value, str) and re.fullmatch(r"[\w.]+:\w+", value) is not None)
+
+
+def load_code(argument: str, name: str) -> Any:
+    """Import what a user names as ``"module:name"``, or ``"module.name"``.
+
+    Args:
+        argument: what the message has before the name.
+
+    Raises:
+        ValueError: there is no such module, or it has no such name.
+    """
+    module, _, attribute = name.replace(":", ".").rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{argument}{name!r} cannot be imported ({error}): use 'module:name'") from error

@@ -22,6 +22,7 @@ from tritonllm.config.vllm_arguments import translate
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 POLICIES = ("fcfs", "priority")
 RUNNERS = ("auto", "generate", "pooling")
 STRUCTURED_OUTPUTS_BACKENDS = ("auto", "xgrammar", "guidance")
@@ -29,6 +30,7 @@ CONVERSIONS = ("auto", "none", "embed", "classify")
 NO_COMPILATION, COMPILATION = 0, 3
 BACKENDS = ("inductor", "aot_eager", "eager")
 _DEVICE = re.compile(r"auto|cpu(:0)?|cuda(:\d+)?")
+_DOTTED = re.compile(r"\w+(\.\w+)*[.:]\w+")
 _OWN_KWARGS = (
     "enforce_eager",
     "disable_cascade_attn",
@@ -55,6 +57,7 @@ class ModelConfig:
         skip_tokenizer_init: do without a tokenizer: token ids in and out, no text.
         revision: branch, tag or commit of a hub id.
         trust_remote_code: download and run Python code that comes with the model or the tokenizer.
+        download_dir: the folder that keeps what comes from the hub; by default Hugging Face's own (``HF_HOME``).
         dtype: the dtype of weights and activations; ``auto`` takes the checkpoint's on a GPU and float32 on the CPU.
         device: the device of the model; ``auto`` takes CUDA if there is one.
         max_model_len: most tokens of prompt and output together; by default the model's own limit.
@@ -62,6 +65,11 @@ class ModelConfig:
             there; ``dummy`` fills the weights from ``seed`` instead of reading them.
         allow_nan: load weights that are NaN or infinite, which are an error otherwise.
         seed: the seed of dummy weights, and of requests that bring none.
+        max_logprobs: the most log-probabilities a position that a request may ask for, in ``logprobs`` or
+            ``prompt_logprobs``; -1: as many as the vocabulary has, for which requests ask with -1, too.
+        logprobs_mode: of which distribution ``logprobs`` are: ``raw_logprobs``, the model's own; or
+            ``processed_logprobs``, the one that tokens are drawn from, after penalties, processors, masks, temperature
+            and limits (of greedy requests at temperature 1). Those of prompts are always the model's own.
         generation_config: where the defaults of sampling come from: ``auto`` is the model's ``generation_config.json``,
             ``vllm`` are those of :class:`SamplingParams`, anything else a folder with such a file.
         override_generation_config: entries that count more than those of that file, as ``{"temperature": 0.5}``;
@@ -78,12 +86,15 @@ class ModelConfig:
     skip_tokenizer_init: bool = False
     revision: str | None = None
     trust_remote_code: bool = False
+    download_dir: str | None = None
     dtype: str = "auto"
     device: str = "auto"
     max_model_len: int | None = None
     load_format: str = "auto"
     allow_nan: bool = False
     seed: int = 0
+    max_logprobs: int = 20
+    logprobs_mode: str = "raw_logprobs"
     generation_config: str = "auto"
     override_generation_config: Mapping[str, Any] | None = None
     runner: Literal["auto", "generate", "pooling"] = "auto"
@@ -107,6 +118,11 @@ class ModelConfig:
         is_a("trust_remote_code", self.trust_remote_code, bool)
         is_a("allow_nan", self.allow_nan, bool)
         is_a("seed", self.seed, int)
+        is_a("max_logprobs", self.max_logprobs, int)
+        at_least("max_logprobs", self.max_logprobs, -1)
+        one_of("logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
+        if self.download_dir is not None and (not isinstance(self.download_dir, str) or not self.download_dir):
+            raise ValueError(f"download_dir must be a folder, got {self.download_dir!r}")
         if not isinstance(self.generation_config, str) or not self.generation_config:
             raise ValueError(f"generation_config must be auto, vllm or a folder, got {self.generation_config!r}")
 
@@ -157,18 +173,40 @@ class SchedulerConfig:
         max_num_batched_tokens: most tokens, prefill chunks and decodes together, in one step.
         policy: ``fcfs``, or ``priority``: lower values first, then arrival; a request that waits preempts running ones
             of higher values where it needs their seats or blocks.
+        scheduler_cls: another order, as a class of your own or its ``"module.Name"``
+            (:class:`tritonllm.engine.schedule.policy.SchedulingPolicy`).
+        enable_chunked_prefill: a prompt may be computed in chunks, by several steps. Without it each prompt is computed
+            whole, by one step, which must hold ``max_model_len`` tokens.
+        long_prefill_token_threshold: most tokens of one prompt in a step, so that others have the rest; 0: as many as
+            the step has left.
         async_scheduling: plan and launch each step while the one before it still runs; by default on a GPU.
     """
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     policy: Literal["fcfs", "priority"] = "fcfs"
+    scheduler_cls: str | type[Any] | None = None
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
     async_scheduling: bool | None = None
 
     def __post_init__(self) -> None:
         at_least("max_num_seqs", self.max_num_seqs, 1)
         at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         one_of("policy", self.policy, POLICIES)
+        own = self.scheduler_cls
+        if own is not None and not isinstance(own, type) and not (isinstance(own, str) and _DOTTED.fullmatch(own)):
+            raise ValueError(f"scheduler_cls must be a class or 'module.Name', got {own!r}")
+        if own is not None and self.policy != "fcfs":
+            raise ValueError(f"policy={self.policy!r} and scheduler_cls are both an order of requests: give one")
+        is_a("enable_chunked_prefill", self.enable_chunked_prefill, bool)
+        is_a("long_prefill_token_threshold", self.long_prefill_token_threshold, int)
+        at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
+        if self.long_prefill_token_threshold and not self.enable_chunked_prefill:
+            raise ValueError(
+                f"long_prefill_token_threshold={self.long_prefill_token_threshold} cuts prompts, which "
+                "enable_chunked_prefill=False forbids: leave one of them out"
+            )
         if self.async_scheduling is not None:
             is_a("async_scheduling", self.async_scheduling, bool)
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -223,6 +261,11 @@ class CompilationConfig:
         if len(fields) < len(value):
             raise ValueError("compilation_config: mode and level are the same: give one")
         return cls(**fields)
+
+
+def max_concurrency(num_blocks: int, block_tokens: int, max_model_len: int) -> float:
+    """How many requests a cache holds at once if each has as many tokens as may be."""
+    return num_blocks / -(-max_model_len // block_tokens)
 
 
 PARTS: dict[str, type[Any]] = {
@@ -388,6 +431,10 @@ class EngineConfig:
         if speculative.tree is not None and other is not None:
             raise ValueError(
                 f"speculative_config: speculative_token_tree does not go with {other}: leave one of them out"
+            )
+        if self.model.logprobs_mode != "raw_logprobs":
+            raise ValueError(
+                f"logprobs_mode={self.model.logprobs_mode!r} does not know drafts yet: leave out speculative_config"
             )
         most, length = speculative.num_speculative_tokens, self.model.max_model_len
         tokens = self.scheduler.max_num_batched_tokens

@@ -87,7 +87,6 @@ class VllmEngine:
     code_revision: Any = None
     tokenizer_revision: Any = None
     tokenizer_mode: Any = "auto"
-    download_dir: Any = None
     ignore_patterns: Any = None
     model_loader_extra_config: Any = None
     safetensors_load_strategy: Any = None
@@ -100,18 +99,15 @@ class VllmEngine:
     kv_cache_memory_bytes: Any = None
     calculate_kv_scales: Any = None
     prefix_caching_hash_algo: Any = None
-    enable_chunked_prefill: Any = None
     disable_sliding_window: Any = False
     disable_hybrid_kv_cache_manager: Any = None
     max_num_partial_prefills: Any = 1
     max_long_partial_prefills: Any = 1
-    long_prefill_token_threshold: Any = 0
     num_lookahead_slots: Any = 0
     num_scheduler_steps: Any = 1
     multi_step_stream_outputs: Any = True
     stream_interval: Any = 1
     scheduler_delay_factor: Any = 0.0
-    scheduler_cls: Any = None
     preemption_mode: Any = None
     use_v2_block_manager: Any = True
     kv_offloading_backend: Any = None
@@ -124,7 +120,6 @@ class VllmEngine:
     guided_decoding_backend: Any = None
     reasoning_parser: Any = None
     logits_processor_pattern: Any = None
-    logprobs_mode: Any = "raw_logprobs"
     enable_prompt_embeds: Any = False
     additional_config: Any = None
     # adapters
@@ -149,7 +144,6 @@ class VllmEngine:
     allowed_local_media_path: Any = None
     allowed_media_domains: Any = None
     # reports and resources, of which any value is as good as another here
-    max_logprobs: Any = 20
     max_seq_len_to_capture: Any = 8192
     served_model_name: Any = None
     disable_log_stats: Any = False
@@ -172,7 +166,6 @@ ALSO_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prefix_caching_hash_algo": ("builtin", "sha256", "xxhash"),
     "calculate_kv_scales": (False,),
     "kv_offloading_backend": ("native",),
-    "enable_chunked_prefill": (True,),
     "disable_hybrid_kv_cache_manager": (False,),
     "guided_decoding_backend": ("auto", "xgrammar"),
     "backend": ("auto", "xgrammar"),
@@ -181,7 +174,6 @@ ALSO_NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 ANY_VALUE = {
     "language_model_only",  # it is all that there is
-    "max_logprobs",
     "max_seq_len_to_capture",
     "served_model_name",
     "disable_log_stats",
@@ -192,7 +184,9 @@ ANY_VALUE = {
 ADVICE = {
     "task": "use runner='pooling', and convert='embed' or 'classify'",
     "best_of": "ask for n outputs and choose among them",
-    "enable_chunked_prefill": "long prompts are always computed in chunks; max_num_batched_tokens limits a step",
+    "tokenizer_mode": "leave it at 'auto', the tokenizer that the files describe; transformers 5 has no slow ones",
+    "max_num_partial_prefills": "as many prompts share a step as fit; long_prefill_token_threshold limits each one",
+    "max_long_partial_prefills": "as many prompts share a step as fit; long_prefill_token_threshold limits each one",
     "kv_cache_memory_bytes": "use gpu_memory_utilization or num_gpu_blocks_override",
     "hf_overrides": "change the model's config.json",
     "rope_scaling": "change the model's config.json",
@@ -201,7 +195,6 @@ ADVICE = {
     "num_speculative_tokens": "use speculative_config",
     "lora_request": "merge the adapter into the checkpoint",
     "enable_lora": "merge the adapters into the checkpoint",
-    "download_dir": "set HF_HOME",
     "disable_additional_properties": "write additionalProperties: false into the schema",
     "disable_any_whitespace": "ask for it in the structured_outputs of each request",
     "reasoning_parser": "give it to the server: tritonllm serve --reasoning-parser",

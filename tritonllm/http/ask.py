@@ -15,7 +15,7 @@ MOST_TOKENS = 1 << 18  # of an answer; a client that asks for more cannot make i
 USER = msgspec.Raw(b'"user"')
 MOST_DIGITS = 30
 MOST_COMMAS = 200_000  # of messages: texts have commas, too
-GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/generate")
 # What may be sent to a second backend although the first one may have begun: it only computes and keeps nothing.
 COMPUTING = {
     *GENERATING,

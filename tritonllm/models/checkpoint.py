@@ -15,7 +15,12 @@ _CODE = ["*.py", "*.tiktoken"]  # and the vocabulary that only such tokenizers r
 
 
 def resolve(
-    model: str, revision: str | None = None, *, trust_remote_code: bool = False, load_format: str = "auto"
+    model: str,
+    revision: str | None = None,
+    *,
+    trust_remote_code: bool = False,
+    load_format: str = "auto",
+    download_dir: str | None = None,
 ) -> Path:
     """The folder of a checkpoint, downloaded if ``model`` is a hub id.
 
@@ -24,6 +29,7 @@ def resolve(
         revision: branch, tag or commit of a hub id.
         trust_remote_code: download the repository's Python files too.
         load_format: download the weights that it reads.
+        download_dir: the folder that keeps downloads; by default Hugging Face's own.
 
     Raises:
         ValueError: no such folder or repository, no access, or no connection and nothing in the local cache.
@@ -36,15 +42,17 @@ def resolve(
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
         raise ValueError(f"model {model!r}: there is no such folder")
     wanted = _WANTED + _WEIGHTS[load_format] + (_CODE if trust_remote_code else [])
-    folder = _download(model, revision, wanted)
+    folder = _download(model, revision, wanted, download_dir)
     if load_format == "auto" and not any(folder.glob("model*.safetensors")):  # an adapter's are not the model's
-        folder = _download(model, revision, wanted + _PYTORCH)
+        folder = _download(model, revision, wanted + _PYTORCH, download_dir)
     if (folder / "modules.json").exists():
-        folder = _download(model, revision, _MODULES, [])
+        folder = _download(model, revision, _MODULES, download_dir, [])
     return folder
 
 
-def _download(model: str, revision: str | None, wanted: list[str], unwanted: list[str] = _UNWANTED) -> Path:
+def _download(
+    model: str, revision: str | None, wanted: list[str], kept_in: str | None, unwanted: list[str] = _UNWANTED
+) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -56,7 +64,9 @@ def _download(model: str, revision: str | None, wanted: list[str], unwanted: lis
     )
 
     try:
-        folder = snapshot_download(model, revision=revision, allow_patterns=wanted, ignore_patterns=unwanted)
+        folder = snapshot_download(
+            model, revision=revision, cache_dir=kept_in, allow_patterns=wanted, ignore_patterns=unwanted
+        )
     except GatedRepoError as error:
         raise ValueError(f"model {model!r} asks you to accept its terms on the hub and to log in first") from error
     except RevisionNotFoundError as error:
@@ -69,6 +79,9 @@ def _download(model: str, revision: str | None, wanted: list[str], unwanted: lis
         ) from error
     except HfHubHTTPError as error:
         raise ValueError(f"model {model!r} could not be downloaded: {error}") from error
+    except OSError as error:  # of the folder; the hub's own errors are above
+        where = "Hugging Face's cache" if kept_in is None else f"download_dir={kept_in!r}"
+        raise ValueError(f"model {model!r} cannot be kept in {where}: {error}") from error
     return Path(folder)
 
 

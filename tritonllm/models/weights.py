@@ -217,11 +217,7 @@ class _Plan:
 
 def _plan(model: Decoder, stored: Mapping[str, StoredTensor], where: str) -> _Plan:
     """Check names, shapes, types and coverage; ``where`` begins messages that are not about one file."""
-    slots, (shards, group) = weight_map(model.whole), _shards(model)
-    _check_map(model, slots)
-    embedding = next(name for name, slot in slots.items() if slot.parameter == "embed.weight")
-    outputs = [name for name in _OUTPUTS if name not in slots] if model.spec.tie_word_embeddings else []
-    slots = {**slots, **dict.fromkeys(outputs, slots[embedding])}
+    (slots, embedding, outputs), (shards, group) = _places(model), _shards(model)
     accepted = _accepted_names(slots, text_of=bool(model.spec.text_of))
     home: dict[str, str] = {}  # name of the slot -> name in the checkpoint
     for name, tensor in stored.items():
@@ -242,6 +238,64 @@ def _plan(model: Decoder, stored: Mapping[str, StoredTensor], where: str) -> _Pl
     }
     others = [name for name, split in shards.items() if isinstance(split, Once) and not group.leads]
     return _Plan(by_name, twins, parts, [name for name in others if name in own])
+
+
+def _places(model: Decoder) -> tuple[dict[str, Slot], str, list[str]]:
+    """The places of the whole model's tensors, by name; the embeddings' name, and names of an output projection that is
+    the same table, and has its place."""
+    slots = weight_map(model.whole)
+    _check_map(model, slots)
+    embedding = next(name for name, slot in slots.items() if slot.parameter == "embed.weight")
+    outputs = [name for name in _OUTPUTS if name not in slots] if model.spec.tie_word_embeddings else []
+    return {**slots, **dict.fromkeys(outputs, slots[embedding])}, embedding, outputs
+
+
+class WeightWriter:
+    """Overwrites weights of a model one by one, under their checkpoint names.
+
+    Args:
+        model: a whole model, on one rank.
+        allow_nan: take NaN and infinite values, too.
+
+    Raises:
+        ValueError: the weights lie packed, as those of larger models do on the CPU.
+    """
+
+    def __init__(self, model: Decoder, *, allow_nan: bool = False) -> None:
+        if any(parameter.layout is not torch.strided for parameter in model.parameters()):
+            raise ValueError("load_weights: on the CPU these weights lie packed: use reload_weights with a folder")
+        self._model, self._allow_nan = model, allow_nan
+        self._slots, _, _ = _places(model)
+        self._accepted = _accepted_names(self._slots, text_of=bool(model.spec.text_of))
+        self._parameters = _parameters(model)
+        self._written: dict[str, str] = {}
+
+    @property
+    def complete(self) -> bool:
+        """Whether every weight was written since :meth:`forget`."""
+        return not unfilled(self._slots, self._written)
+
+    def forget(self) -> None:
+        """Count anew what was written."""
+        self._written.clear()
+
+    @torch.no_grad()
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Overwrite one weight; nothing happens to what a checkpoint may have and the model has not.
+
+        Raises:
+            ValueError: no place for it, a wrong shape or type, or NaN or infinite values. Nothing has changed then.
+        """
+        stored = describe(tensor)
+        if name not in self._accepted and (is_derived(name, stored) or is_extra(self._model.spec, name)):
+            return
+        place = self._accepted.get(name, "")
+        _check_tensor(name, stored, self._slots.get(place))
+        if not self._allow_nan and not bool(torch.isfinite(tensor).all()):
+            raise ValueError(f"tensor {name} has values that are NaN or infinite: allow_nan=True takes them")
+        slot = self._slots[place]
+        slot.write(self._parameters[slot.parameter], tensor)
+        self._written[place] = name
 
 
 def _check_map(model: Decoder, slots: Mapping[str, Slot]) -> None:

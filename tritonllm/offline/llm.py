@@ -3,7 +3,7 @@
 import copy
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +54,7 @@ class LLM(PoolingMethods):
         config = EngineConfig.from_kwargs(model=model, **kwargs)
         if profiler_config is not None and config.parallel.data_parallel_size > 1:
             raise ValueError("profiler_config writes traces of one engine: leave out data_parallel_size")
-        self._profiles = LLMProfiles(profiler_config)
+        self._profiles = LLMProfiles(profiler_config, config.model.device)
         self._several = start_several(config) if config.parallel.data_parallel_size > 1 else None
         self._only = LLMEngine.from_config(config) if self._several is None else None
         if self._profiles.wanted:
@@ -152,13 +152,13 @@ class LLM(PoolingMethods):
         self._engine.reset_expert_load()
 
     def start_profile(self, profile_prefix: str | None = None) -> str:
-        """Write a trace, from now to :meth:`stop_profile`.
+        """Write a trace, or mark steps for NVIDIA's profilers, from now to :meth:`stop_profile`.
 
         Args:
             profile_prefix: what the file's name begins with.
 
         Returns:
-            The file; ``tritonllm trace FILE`` reads it.
+            The file; ``tritonllm trace FILE`` reads it. An empty text with ``profiler="cuda"``.
 
         Raises:
             ValueError: the LLM was made without ``profiler_config``, or a bad prefix.
@@ -171,7 +171,7 @@ class LLM(PoolingMethods):
         """End the trace.
 
         Returns:
-            The file.
+            The file, or an empty text.
 
         Raises:
             ValueError: the LLM was made without ``profiler_config``.
@@ -180,18 +180,45 @@ class LLM(PoolingMethods):
         """
         return self._profiles.stop()
 
+    def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
+        """Call a function with the engine's model, which has ``load_weights``
+        (:class:`tritonllm.engine.loop.served_model.ServedModel`). If it changes weights in another way, call
+        :meth:`reset_prefix_cache` behind it.
+
+        Returns:
+            What it returns, once for each rank; there must be one.
+
+        Raises:
+            ValueError: there are several ranks or engines; theirs are in other processes.
+        """
+        return self.collective_rpc(lambda worker: func(worker.model_runner.model))
+
     def collective_rpc(
         self,
-        method: str,
+        method: str | Callable[..., Any],
         timeout: float | None = None,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> list[None]:
-        """vLLM's way to reach :meth:`reload_weights`, the only method that there is.
+    ) -> list[Any]:
+        """vLLM's way to reach its workers: :meth:`reload_weights`, the only method that there is, or a function.
+
+        Args:
+            method: the method's name, or a function that is called with the worker, whose ``model_runner.model`` is
+                that of :meth:`apply_model`.
+            timeout: changes nothing.
+            args, kwargs: further arguments.
+
+        Returns:
+            What it returns, once for each rank.
 
         Raises:
-            ValueError: another method; and as the method.
+            ValueError: another method, or a function where there are several ranks or engines; and as the method.
         """
+        if callable(method):
+            ranks = self.engine.config.parallel.world_size
+            if ranks > 1:
+                raise ValueError(f"collective_rpc: {ranks} ranks take no functions: they take data alone")
+            return [method(self.engine.model_executor.driver_worker, *args, **(kwargs or {}))]
         check_rpc(method, args, kwargs)
         self.reload_weights(*args, **(kwargs or {}))
         return [None]

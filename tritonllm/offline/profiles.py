@@ -18,12 +18,13 @@ class LLMProfiles:
 
     Args:
         given: the ``profiler_config``; ``None``: no traces are written.
+        device: the device of the engine that is to come.
 
     Raises:
-        ValueError: a bad key or value, or no folder can be made.
+        ValueError: a bad key or value, no folder can be made, or the profiler needs a GPU that is not there.
     """
 
-    def __init__(self, given: Mapping[str, Any] | Any | None) -> None:
+    def __init__(self, given: Mapping[str, Any] | Any | None, device: str) -> None:
         self._profiles: Profiles | None = None
         self._config = None
         if given is None:
@@ -32,10 +33,7 @@ class LLMProfiles:
 
         self._config = ProfilerConfig.of(given)
         self._config.check_folder()
-        if self._config.kernel_iterations:
-            from tritonllm.telemetry.kernel_records import prepare
-
-            prepare(0)
+        self._config.prepare(device, 0)
 
     @property
     def wanted(self) -> bool:
@@ -67,4 +65,4 @@ def _file(answer: Mapping[str, Any], instead: str) -> str:
     if "refused" in answer:
         why = answer["refused"].partition(":")[0]
         raise RuntimeError(f"{why}: call {instead} first")
-    return str(answer["file"])
+    return str(answer.get("file", ""))

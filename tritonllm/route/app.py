@@ -29,7 +29,7 @@ from tritonllm.version import __version__
 
 logger = logging.getLogger(__name__)
 PASSED = ("/v1/", "/v2/")  # what goes to a backend, and these:
-PASSED_PATHS = {"/tokenize", "/detokenize", "/rerank", "/score", "/pooling", "/classify"}
+PASSED_PATHS = {"/generate", "/tokenize", "/detokenize", "/rerank", "/score", "/pooling", "/classify"}
 OPEN_PATHS = {"/health", "/ready", "/metrics", "/version"}  # of probes and scrapers: no key, no limit
 CLIENT_LEFT = 499  # in the log, as nginx has it
 KEEP_ALIVE = 2.0  # seconds that an idle connection is kept: less than servers keep theirs (uvicorn: 5)

@@ -5,7 +5,7 @@ A sleeping engine keeps its addresses and captured steps (:mod:`tritonllm.engine
 
 import dataclasses
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from tritonllm.models import checkpoint
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.loading import read_spec, stage_model
 from tritonllm.models.spec import ModelSpec
-from tritonllm.models.weights import dummy_weights
+from tritonllm.models.weights import WeightWriter, dummy_weights
 
 logger = logging.getLogger(__name__)
 CPU = torch.device("cpu")
@@ -54,6 +54,7 @@ class EngineMemory:
         self._ranks = ranks
         self.enabled = enabled
         self.weights_lost = False  # by a sleep of level 2
+        self._writer: WeightWriter | None = None
         self._arenas: dict[str, list[Arena]] = {tag: [] for tag in TAGS}
         if enabled:  # the model's own first
             self._arenas[WEIGHTS] = [self._move_weights(one) for one in (model, draft) if one is not None]
@@ -99,7 +100,7 @@ class EngineMemory:
         if self.asleep:
             raise AsleepError(f"the engine sleeps ({', '.join(self.asleep)}): wake it up with wake_up()")
         if self.weights_lost:
-            raise AsleepError("the weights were dropped by sleep(level=2): load some with reload_weights()")
+            raise AsleepError("the weights were dropped by sleep(level=2): load all of them, or use reload_weights()")
 
     def check_level(self, level: int) -> None:
         """Check that the engine can sleep at this level.
@@ -130,6 +131,8 @@ class EngineMemory:
             for arena in others:
                 arena.wake_up()
             raise
+        if lost and not self.weights_lost and self._writer is not None:
+            self._writer.forget()
         self.weights_lost = lost
         for arena in self._arenas[KV_CACHE]:
             arena.sleep(keep=False)
@@ -164,25 +167,58 @@ class EngineMemory:
             ValueError: no such model, another architecture, files that do not fit; the old weights stay.
             AsleepError: the weights sleep.
         """
+        model_here, config = self._writable("reload_weights"), self._config
+        if config.load_format == "dummy" and model is None and self._device.type == "cuda":
+            dummy_weights(model_here, config.seed)  # a seed gives other values on the host
+        else:
+            name, revision = (config.model, config.revision) if model is None else (model, None)
+            form = "auto" if config.load_format == "dummy" and model is not None else config.load_format
+            kept_in = config.download_dir
+            self._replace(checkpoint.resolve(name, revision, load_format=form, download_dir=kept_in), form)
+        self.weights_lost = False
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Overwrite weights, one by one, under their checkpoint names.
+
+        Returns:
+            The names.
+
+        Raises:
+            ValueError: a tensor that does not fit; those before it are written.
+            AsleepError: the weights sleep.
+        """
+        model = self._writable("load_weights")
+        if self._writer is None:
+            self._writer = WeightWriter(model, allow_nan=self._config.allow_nan)
+        names = set()
+        for name, tensor in weights:
+            self._writer.write(name, tensor)
+            names.add(name)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        if self.weights_lost and self._writer.complete:
+            self.weights_lost = False
+        return names
+
+    def _writable(self, what: str) -> Decoder:
+        """The model, whose weights may change.
+
+        Raises:
+            ValueError: its weights are kept.
+            AsleepError: they sleep.
+        """
         if WEIGHTS in self.asleep:
             raise AsleepError("the weights sleep: wake_up(tags=['weights']) first")
         if self._ranks > 1:
             raise ValueError(
-                f"reload_weights: the weights of {self._ranks} ranks are kept; start anew, or with one rank "
+                f"{what}: the weights of {self._ranks} ranks are kept; start anew, or with one rank "
                 "(tensor_parallel_size=1, pipeline_parallel_size=1; data_parallel_size=1, if engines share experts)"
             )
         if not isinstance(self._model, Decoder):
-            raise ValueError("reload_weights: a model that runs through transformers keeps its weights; start anew")
+            raise ValueError(f"{what}: a model that runs through transformers keeps its weights; start anew")
         if self._model.group.size > 1:
-            raise ValueError("reload_weights: several ranks keep their weights (tensor_parallel_size); start anew")
-        config = self._config
-        if config.load_format == "dummy" and model is None and self._device.type == "cuda":
-            dummy_weights(self._model, config.seed)  # a seed gives other values on the host
-        else:
-            name, revision = (config.model, config.revision) if model is None else (model, None)
-            form = "auto" if config.load_format == "dummy" and model is not None else config.load_format
-            self._replace(checkpoint.resolve(name, revision, load_format=form), form)
-        self.weights_lost = False
+            raise ValueError(f"{what}: several ranks keep their weights (tensor_parallel_size); start anew")
+        return self._model
 
     def _replace(self, folder: Path, load_format: str) -> None:
         config, current = self._config, self._model

@@ -15,6 +15,8 @@ def check_rpc(method: str, args: Sequence[Any], kwargs: dict[str, Any] | None) -
         ValueError: ``collective_rpc`` is asked for a method or an argument that there is not.
     """
     if method != "reload_weights":
-        raise ValueError(f"collective_rpc: method must be 'reload_weights', got {method!r}")
+        raise ValueError(
+            f"collective_rpc: method must be 'reload_weights', or of an LLM with one engine a function, got {method!r}"
+        )
     if len(args) > 1 or set(kwargs or {}) - {"model"} or (args and kwargs):
         raise ValueError("collective_rpc: reload_weights takes one argument, model")

@@ -7,7 +7,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """Log-probability of a token under the model's own distribution (before temperature, penalties and truncation).
+    """Log-probability of a token under the model's own distribution (before temperature, penalties and truncation), or
+    with ``logprobs_mode="processed_logprobs"`` under the one that it was drawn from.
 
     Attributes:
         logprob: natural logarithm.

@@ -77,7 +77,7 @@ class Request:
         max_total_tokens: most tokens of prompt and output together: the smaller of ``max_model_len`` and the prompt's
             length plus ``max_tokens``.
         eos_token_ids: tokens that end the output unless ``params.ignore_eos``.
-        priority: lower runs first (policy ``priority`` only).
+        priority: the number that came with the request, which the policy may read; of ``priority``, lower runs first.
         arrival: a counter that only grows; decides among equal priorities.
         cache_salt: prompts with different salts share no cached blocks.
         seed: the seed of the request's random draws.
@@ -108,6 +108,7 @@ class Request:
         status: where the request is.
         stop_reason: the stop token or stop string that ended it; ``None`` for the end-of-sequence token.
         num_preemptions: how often it lost its blocks and started again.
+        rank: where the policy puts it; ``None`` before the scheduler has asked.
         order: the scheduler's sort key, unique.
         length_limit: tokens of prompt and output together at which the scheduler ends it.
         ends: tokens that end the output, if ``min_tokens`` lets them.
@@ -150,7 +151,8 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     stop_reason: int | str | None = None
     num_preemptions: int = 0
-    order: tuple[int, int, int] = (0, 0, 0)
+    rank: float | None = None
+    order: tuple[float, int, int] = (0, 0, 0)
     length_limit: int = 0
     ends: frozenset[int] = frozenset()
     watched: bool = False
@@ -163,10 +165,10 @@ class Request:
         """Known tokens, prompt and output together."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
-    def may_start(self, budget: int) -> bool:
-        """Whether a step with room for so many tokens can be its first."""
-        whole = self.pooling is not None and self.pooling.whole
-        return not self.num_pending_tokens and not (whole and self.num_tokens > budget)
+    @property
+    def is_whole(self) -> bool:
+        """Whether one step must hold all of its tokens."""
+        return self.pooling is not None and self.pooling.whole
 
     @property
     def computes_all(self) -> bool:

@@ -318,4 +318,5 @@ def _load_head(config: EngineConfig, spec: ModelSpec, target: CausalLM, limit: i
 def _folder(config: EngineConfig) -> Path:
     speculative = config.speculative_config
     assert speculative is not None and speculative.model is not None  # it was checked
-    return checkpoint.resolve(speculative.model, speculative.revision, load_format=config.model.load_format)
+    kept_in, form = config.model.download_dir, config.model.load_format
+    return checkpoint.resolve(speculative.model, speculative.revision, load_format=form, download_dir=kept_in)

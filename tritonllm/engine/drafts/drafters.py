@@ -6,12 +6,12 @@ the beginning of the step that verifies them, from what the device knows of each
 They are a part of the captured step.
 """
 
-import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from tritonllm.config.checks import load_code
 from tritonllm.config.engine import SpeculativeConfig
 from tritonllm.config.sampling_rows import SamplingRows
 from tritonllm.kernels import propose_ngrams
@@ -137,11 +137,5 @@ def make_drafter(
         return SuffixDrafter(config.suffix_decoding_max_tree_depth, config.suffix_decoding_max_spec_factor, device)
     if config.method == "draft_model":
         raise ValueError("speculative_config: method='draft_model' needs its model, which was not loaded")
-    module, _, name = config.method.partition(":")
-    try:
-        maker: Maker = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"speculative_config: method={config.method!r} cannot be imported ({error}): use 'module:name'"
-        ) from error
+    maker: Maker = load_code("speculative_config: method=", config.method)
     return maker(max_model_len, vocab_size, device)

@@ -14,7 +14,10 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
+
+import torch
 
 from tritonllm.config.beam_search_params import BeamSearchParams
 from tritonllm.config.engine import EngineConfig, ModelConfig
@@ -35,6 +38,7 @@ from tritonllm.engine.loop.delivery import Delivery
 from tritonllm.engine.loop.in_flight import InFlight
 from tritonllm.engine.loop.new_requests import NewRequests, check_call
 from tritonllm.engine.loop.readiness import BRIEF_WAIT, Unscheduled
+from tritonllm.engine.loop.served_model import model_executor
 from tritonllm.engine.loop.unfinished import Unfinished
 from tritonllm.engine.ranks.backends import ranks_of
 from tritonllm.engine.schedule.host_tier import HostTier
@@ -141,6 +145,11 @@ class LLMEngine:
         """The loaded model, to be looked at: of several ranks', the part of the first."""
         return self._runner.model
 
+    @property
+    def model_executor(self) -> SimpleNamespace:
+        """vLLM's path to the model, ``model_executor.driver_worker.model_runner.model``, which takes weights."""
+        return model_executor(self)
+
     def subscribe(self, sink: Sink) -> Callable[[], None]:
         """Call ``sink(event)`` in this thread with all that happens from now on (:mod:`tritonllm.events`). A sink that
         raises is dropped. Returns what ends the subscription."""
@@ -179,7 +188,7 @@ class LLMEngine:
         self._memory.check_usable()
         if lora_request is not None:
             refuse("lora_request", lora_request)
-        check_call(request_id, priority, self.config.scheduler.policy)
+        check_call(request_id, priority, self._scheduler.policy)
         self._unfinished.check_free(request_id)
         state = self._new.state(request_id, prompt, params, priority)
         self._unfinished.check_sequences(state)
@@ -338,6 +347,26 @@ class LLMEngine:
         self._require_idle("reload_weights")
         self._memory.reload_weights(model)
         self._forget_cache()
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Overwrite weights with those of a trainer, all of them or some. Cached prompts are forgotten.
+
+        Args:
+            weights: checkpoint names and tensors, on any device. They may be made one at a time.
+
+        Returns:
+            The names.
+
+        Raises:
+            ValueError: a tensor that the model has no place for; those before it are written. Or the engine has several
+                ranks, or a model that keeps its weights.
+            RuntimeError: a request is unfinished, or the weights sleep.
+        """
+        self._require_idle("load_weights")
+        try:
+            return self._memory.load_weights(weights)
+        finally:
+            self._forget_cache()
 
     def expert_load(self) -> ExpertLoad:
         """How many pairs (token, expert) each expert of each layer got since the start, or since

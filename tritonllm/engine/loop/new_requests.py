@@ -9,17 +9,18 @@ from tritonllm.config.prompts import Prompt
 from tritonllm.config.sampling_params import SamplingParams
 from tritonllm.engine.data.outputs import RequestMetrics
 from tritonllm.engine.loop.beam_search import beam_state
+from tritonllm.engine.schedule.policy import SchedulingPolicy
 from tritonllm.engine.schedule.scheduler import Scheduler
 from tritonllm.engine.text.input_processor import InputProcessor, TokenizedPrompt
 from tritonllm.engine.text.output_processor import RequestState, SequenceOutput
 from tritonllm.engine.text.pooling import PoolingAbility, pooling_state
 
 
-def check_call(request_id: object, priority: object, policy: str) -> None:
+def check_call(request_id: object, priority: object, policy: SchedulingPolicy) -> None:
     """Check the arguments of a new request that do not depend on its prompt.
 
     Args:
-        policy: the policy of the scheduler.
+        policy: the order of requests that the scheduler has.
 
     Raises:
         ValueError: a bad ``request_id`` or ``priority``.
@@ -28,8 +29,8 @@ def check_call(request_id: object, priority: object, policy: str) -> None:
         raise ValueError(f"request_id must be a string, got {request_id!r}")
     if not isinstance(priority, int) or isinstance(priority, bool):
         raise ValueError(f"priority must be an integer, got {priority!r}")
-    if priority and policy != "priority":
-        raise ValueError(f"priority={priority} needs policy='priority'; this engine's policy is 'fcfs'")
+    if priority and not policy.uses_priority:
+        raise ValueError(f"priority={priority} needs policy='priority'; this engine's requests run as they arrive")
 
 
 class NewRequests:

@@ -10,8 +10,10 @@ tokens takes 16 steps of some 13 ms instead of one of 190; where hundreds of pro
 decodes. The numbers are powers of two, which captured steps have room for (:mod:`tritonllm.engine.step.graphs`).
 """
 
+import sys
 from collections.abc import Sequence
 
+from tritonllm.config.engine import SchedulerConfig
 from tritonllm.engine.data.control import MOST_FORCED
 from tritonllm.engine.data.request import Request
 from tritonllm.engine.schedule.waiting_queue import WaitingQueue
@@ -35,7 +37,7 @@ class PromptShare:
     """What prompts may have of a step that is being planned; found out when the first of them asks.
 
     Args:
-        most: the most tokens of a step.
+        config: the limits of a step. Prompts that are not cut have no share: a step takes them whole, or not yet.
         running: the requests that run.
         waiting: the queue of waiting requests.
 
@@ -44,17 +46,17 @@ class PromptShare:
         left: tokens that are left of it.
     """
 
-    def __init__(self, most: int, running: Sequence[Request], waiting: WaitingQueue) -> None:
-        self._most, self._running, self._waiting = most, running, waiting
+    def __init__(self, config: SchedulerConfig, running: Sequence[Request], waiting: WaitingQueue) -> None:
+        self._most, self._running, self._waiting = config.max_num_batched_tokens, running, waiting
+        self._cuts, self._longest = config.enable_chunked_prefill, config.long_prefill_token_threshold or sys.maxsize
         self._decodes = False  # the step has one already
         self.granted: int | None = None
         self.left: int | None = None
 
-    @staticmethod
-    def _in_chunks(request: Request) -> bool:
+    def _in_chunks(self, request: Request) -> bool:
         """Whether the prompt may be computed in chunks. A prompt that is pooled may not, for it may have to be computed
         at once, nor the few tokens of a jump."""
-        if request.pooling is not None:
+        if not self._cuts or request.pooling is not None:
             return False
         left = request.num_tokens - request.num_computed_tokens
         return request.num_computed_tokens < len(request.prompt_token_ids) or left > 2 * MOST_FORCED
@@ -73,7 +75,7 @@ class PromptShare:
             )
             self.left = prompt_budget(self._most, self._waiting.num_tokens + sum(behind)) if decodes else self._most
             self.granted = self.left
-        return min(budget, self.left)
+        return min(budget, self.left, self._longest)
 
     def take(self, request: Request, tokens: int) -> None:
         """The step computes so many of a request."""

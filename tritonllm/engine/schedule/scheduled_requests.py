@@ -59,9 +59,9 @@ class ScheduledRequests:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._unfinished
 
-    def add(self, request: Request, priority: int) -> None:
-        """Queue a new request; those with the same priority (the lowest number first) are served as they arrived."""
-        request.order = (priority, request.arrival, next(self._arrivals))
+    def add(self, request: Request, rank: float) -> None:
+        """Queue a new request; those with the same rank (the lowest first) are served as they arrived."""
+        request.order = (rank, request.arrival, next(self._arrivals))
         self._unfinished[request.request_id] = request
         self.waiting.push(request)
 

@@ -1,12 +1,13 @@
 """Decides what runs in each step: host-only bookkeeping over one token budget and one pool of blocks. No torch.
 What happens to a request that begins, gives way or ends is in :mod:`tritonllm.engine.schedule.scheduled_requests`.
 
-A policy is a sort key (:attr:`Request.order`): arrival for ``fcfs``, priority and then arrival for ``priority``.
-``_running`` is sorted by it and ``_waiting`` is a heap over it, so there is one algorithm for both. A step serves the
-running requests in that order, then admits waiting ones while tokens, seats and blocks last; the first that does not
-fit ends that, nobody overtakes. One that waits with a higher priority than some that run comes before these. Decodes
-and prefill chunks differ only in how many tokens they have left to compute (stall-free batching: Agrawal et al.,
-"Sarathi-Serve", OSDI 2024).
+A policy (:mod:`tritonllm.engine.schedule.policy`) gives each request a rank and with it a sort key
+(:attr:`Request.order`): rank, then arrival. ``fcfs`` gives all the same rank, ``priority`` the user's number, and here
+a lower rank is called a higher priority. ``_running`` is sorted by it and ``_waiting`` is a heap over it, so there is
+one algorithm for all. A step serves the running requests in that order, then admits waiting ones while tokens, seats
+and blocks last; the first that does not fit ends that, nobody overtakes. If the policy preempts, one that waits with a
+higher priority than some that run comes before these. Decodes and prefill chunks differ only in how many tokens they
+have left to compute (stall-free batching: Agrawal et al., "Sarathi-Serve", OSDI 2024).
 
 The host may plan a step while the one before still runs. A request whose last token is still on the device is then
 planned with it all the same: where it goes is known, only what it is the device fills in (``num_pending_tokens``).
@@ -25,6 +26,10 @@ cache still holds of it by then is not lost. A waiting request takes no seat and
 priority; those of lower priority are preempted for it, if that is enough (:mod:`tritonllm.engine.schedule.giving_way`).
 The sequences of one user's request come and go together (:mod:`tritonllm.engine.schedule.gang`).
 
+Without ``enable_chunked_prefill`` no prompt is cut: one that does not fit into what a step has left waits for a step
+that it fits into, and nobody overtakes it. There is one, at the latest when those before it have ended: a step holds
+``max_model_len`` tokens.
+
 Why every request ends:
 
 - Requests are served and admitted from the front and preempted from the back, so a victim is not in the step's plan:
@@ -35,7 +40,8 @@ Why every request ends:
   it ends with), and keeps it unless an earlier one in order is admitted. That one is preempted itself only for others
   that are before it. Hence without new arrivals the front request ends.
 - Of one priority those that run are before those that wait, and those that wait are admitted in order. So nothing
-  overtakes within a priority, but a stream of higher ones that never ends can keep a lower one from running.
+  overtakes within a priority, but a stream of higher ones that never ends can keep a lower one from running: what ranks
+  such a stream may get is for the policy to say.
 - If nothing runs, all blocks are free and the first waiting request fits.
 - A running request whose blocks are on their way from the host's memory (:mod:`tritonllm.engine.schedule.host_tier`) is
   left out of plans like one that waits for its last token. If nobody else runs, the device waits for them instead.
@@ -60,6 +66,7 @@ from tritonllm.engine.schedule.gang import fork, last_gang, parent_in
 from tritonllm.engine.schedule.giving_way import first_behind, most_blocks, who_gives_way
 from tritonllm.engine.schedule.host_tier import HostTier
 from tritonllm.engine.schedule.micro_batches import MicroBatches
+from tritonllm.engine.schedule.policy import SchedulingPolicy, policy_of, rank_of
 from tritonllm.engine.schedule.prefix_cache import PrefixCache
 from tritonllm.engine.schedule.prompt_budget import PromptShare
 from tritonllm.engine.schedule.scheduled_requests import ScheduledRequests
@@ -83,6 +90,7 @@ class Scheduler:
         tier: where blocks are kept in the host's memory; ``None`` for nowhere.
         stages: how many stages the pipeline has: so many plans run before the first of them is drawn.
         enable_prefix_caching: whether the blocks of prompts seen before are reused.
+        policy: the order of requests; by default the one that ``config`` names.
 
     Attributes:
         admission_end: why the last plan took no more of those that wait.
@@ -99,10 +107,11 @@ class Scheduler:
         stages: int = 1,
         *,
         enable_prefix_caching: bool = True,
+        policy: SchedulingPolicy | None = None,
     ) -> None:
         if max_model_len < 1:
             raise ValueError(f"max_model_len must be at least 1, got {max_model_len}")
-        self.config = config
+        self.config, self.policy = config, policy or policy_of(config)
         self.block_tokens = block_tokens
         self.max_model_len = max_model_len
         self._drafting = drafting or Drafting()
@@ -174,12 +183,14 @@ class Scheduler:
 
         Raises:
             ValueError: an id in use, a request that has run before, an empty prompt, limits that contradict each
-                other, or a prompt that does not fit the pool.
+                other, a prompt that does not fit the pool, or one that the policy has no rank for.
         """
         if request.request_id in self._requests:
             raise ValueError(f"request_id {request.request_id!r} is in use by an unfinished request")
         request.check(self.max_model_len)
         self._admission.check(request)
+        if request.rank is None:
+            request.rank = rank_of(self.policy, request)
 
     def add(self, request: Request) -> None:
         """Queue a request; see :meth:`check` for what is refused."""
@@ -189,7 +200,8 @@ class Scheduler:
         request.ends = request.ends.union(request.params.stop_token_ids or ())
         request.watched = request.params.repetition_detection is not None
         self._drafting.begin(request)
-        self._requests.add(request, request.priority if self.config.policy == "priority" else 0)
+        assert request.rank is not None  # it was checked
+        self._requests.add(request, request.rank)
 
     def fork(self, parent: Request, child: Request) -> None:
         """Let a running request go on from where a running sibling is, in the place of what it had itself."""
@@ -322,7 +334,7 @@ class Scheduler:
                 continue
             start = request.num_computed_tokens
             end = last = total if total - start == 1 else min(total, start + self._prompts.room(request, budget))
-            if end <= start:
+            if end <= start or (end < total and not self.config.enable_chunked_prefill):
                 continue  # others' prompts come first
             if micro_batches.are_taken and not micro_batches.is_free(request):
                 continue
@@ -362,12 +374,12 @@ class Scheduler:
 
     def _place_of_waiting(self) -> int:
         """Where the first waiting request comes among those that run: before all of lower priority."""
-        if self.config.policy == "fcfs":
+        if not self.policy.preempts:
             return len(self._running)
         return first_behind(self._running, self._waiting.first())
 
     def _new_share(self) -> PromptShare:
-        return PromptShare(self.config.max_num_batched_tokens, self._running, self._waiting)
+        return PromptShare(self.config, self._running, self._waiting)
 
     def _advance(self, request: Request, end: int, total: int, drafts: int = 0) -> ScheduledRequest:
         """Plan a running request's tokens up to ``end`` (exclusive), of ``total`` known and sampled ones, and drafts
@@ -404,9 +416,12 @@ class Scheduler:
             return "queue" if request is None else "in_flight"
         parent = parent_in(step.scheduled, request) if request.siblings else None
         room = self._prompts.room(request, step.budget)
-        if parent is None and (room <= 0 or not request.may_start(room)):
+        if parent is None and room <= 0:
             return "tokens"
         demand = _A_BLOCK if parent else self._admission.demand(request, most_blocks(running, place, pool))
+        whole = parent is None and (request.is_whole or not self.config.enable_chunked_prefill)
+        if whole and demand is not None and request.num_tokens - len(demand.cached) * self.block_tokens > room:
+            return "tokens"
         gangs = None if demand is None else who_gives_way(running, place, demand, pool, seats, self._new_blocks)
         if demand is None or gangs is None:
             return "blocks"

@@ -9,7 +9,7 @@ class WaitingQueue:
     """A heap over :attr:`Request.order`. A request that ends while it waits stays in it, to be dropped later."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, int, int], Request, int]] = []
+        self._heap: list[tuple[tuple[float, int, int], Request, int]] = []
         self._ended = 0
         self.num_tokens = 0  # that those in the heap had when they came
 

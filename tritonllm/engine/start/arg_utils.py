@@ -24,12 +24,15 @@ class EngineArgs(VllmEngine):
     skip_tokenizer_init: bool = False
     revision: str | None = None
     trust_remote_code: bool = False
+    download_dir: str | None = None
     dtype: str = "auto"
     device: str = "auto"
     max_model_len: int | None = None
     load_format: str = "auto"
     allow_nan: bool = False
     seed: int | None = None
+    max_logprobs: int = 20
+    logprobs_mode: str = "raw_logprobs"
     generation_config: str = "auto"
     override_generation_config: str | dict[str, Any] | None = None
     runner: str = "auto"
@@ -46,6 +49,9 @@ class EngineArgs(VllmEngine):
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     scheduling_policy: str = "fcfs"
+    scheduler_cls: str | type[Any] | None = None
+    enable_chunked_prefill: bool | None = None
+    long_prefill_token_threshold: int = 0
     async_scheduling: bool | None = None
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1

@@ -100,23 +100,25 @@ def length_that_fits(config: EngineConfig, limit: int, num_blocks: int) -> int:
     return room
 
 
-def for_encoder(config: EngineConfig, spec: ModelFacts, limit: int) -> EngineConfig:
-    """The settings of a model whose tokens see those behind them: prompts come whole, and the keys of a prompt's
-    beginning depend on its end. Other models keep theirs.
+def settings_for(config: EngineConfig, spec: ModelFacts, limit: int) -> EngineConfig:
+    """The settings that a model can run with. Where its tokens see those behind them, prompts come whole, and the keys
+    of a prompt's beginning depend on its end. Other models keep what the user says.
 
     Args:
         limit: the longest prompt.
 
     Raises:
-        ValueError: a step cannot hold the longest prompt.
+        ValueError: prompts come whole, and a step cannot hold the longest.
     """
+    whole = not spec.causal or not config.scheduler.enable_chunked_prefill
+    if whole and limit > config.scheduler.max_num_batched_tokens:
+        why = "with enable_chunked_prefill=False" if spec.causal else "of an encoder"
+        raise ValueError(
+            f"max_num_batched_tokens={config.scheduler.max_num_batched_tokens} must hold the longest prompt {why}, "
+            f"max_model_len={limit}: raise the one or lower the other"
+        )
     if spec.causal:
         return config
-    if limit > config.scheduler.max_num_batched_tokens:
-        raise ValueError(
-            f"max_num_batched_tokens={config.scheduler.max_num_batched_tokens} must hold the longest prompt of an "
-            f"encoder, max_model_len={limit}: raise the one or lower the other"
-        )
     cache = dataclasses.replace(config.cache, enable_prefix_caching=False, kv_offloading_size=None)
     return dataclasses.replace(config, cache=cache, kv_transfer_config=None)
 

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tritonllm.config.engine import EngineConfig, ModelConfig
+from tritonllm.config.engine import EngineConfig, ModelConfig, max_concurrency
 from tritonllm.dist.pipeline import Team
 from tritonllm.engine.cache.engine_memory import EngineMemory
 from tritonllm.engine.cache.kv_cache import block_bytes
 from tritonllm.engine.drafts.draft_model import load_draft, read_draft_spec
 from tritonllm.engine.schedule.host_tier import HostTier
+from tritonllm.engine.schedule.policy import policy_of
 from tritonllm.engine.schedule.rates import Rates
 from tritonllm.engine.schedule.scheduler import Scheduler
 from tritonllm.engine.schedule.speculation import Drafting, most_verified
@@ -23,7 +24,6 @@ from tritonllm.engine.start.kv_start import check_blocks, make_transfer
 from tritonllm.engine.start.precompile import Target
 from tritonllm.engine.start.ranks import Executor, Ranks
 from tritonllm.engine.start.resolve import (
-    for_encoder,
     gains_from_bfloat16,
     length_limit,
     length_that_fits,
@@ -31,6 +31,7 @@ from tritonllm.engine.start.resolve import (
     resolve_async,
     resolve_device,
     resolve_dtype,
+    settings_for,
 )
 from tritonllm.engine.start.start_compilers import background_compiler, compiled_if_asked
 from tritonllm.engine.step.pooler import Pooler
@@ -75,7 +76,10 @@ def tokenizer_of(config: ModelConfig, folder: Path) -> Any:
         return None
     revision = config.revision if config.tokenizer else None
     return load_tokenizer(
-        config.tokenizer or str(folder), revision=revision, trust_remote_code=config.trust_remote_code
+        config.tokenizer or str(folder),
+        revision=revision,
+        trust_remote_code=config.trust_remote_code,
+        download_dir=config.download_dir,
     )
 
 
@@ -93,14 +97,14 @@ def named_convert(config: ModelConfig) -> Iterator[None]:
 def log_ready(
     spec: ModelFacts, config: EngineConfig, dtype: torch.dtype, device: torch.device, runner: ModelRunner, begin: float
 ) -> None:
-    """Say in one line what was started; what a user asks first when an engine is slow or its cache is small.
+    """Say what was started; what a user asks first when an engine is slow or its cache is small.
 
     Args:
         config: the configuration, with everything resolved.
         begin: when the start began, by ``time.monotonic``.
     """
-    cache = config.cache
-    assert cache.num_blocks is not None
+    cache, length = config.cache, config.model.max_model_len
+    assert cache.num_blocks is not None and length is not None
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
     logger.info(
         "%s (%s) is ready on %s after %.1f s: KV cache of %d blocks of %d tokens (%.2f GB), %d CUDA graphs, up to %d "
@@ -114,9 +118,11 @@ def log_ready(
         cache.num_blocks * runner.block_bytes / 1e9,
         runner.num_graphs,
         config.scheduler.max_num_seqs,
-        config.model.max_model_len,
+        length,
         "on" if cache.enable_prefix_caching else "off",
     )
+    most = max_concurrency(cache.num_blocks, config.block_tokens, length)
+    logger.info("Maximum concurrency for %s tokens per request: %.2fx", f"{length:,}", most)
 
 
 def drafting_of(config: EngineConfig, draft_cost: float) -> Drafting:
@@ -178,8 +184,13 @@ def read_origin(config: EngineConfig) -> Origin:
         ValueError: no checkpoint, a bad configuration, or a model that cannot be cut for so many ranks.
     """
     model, parallel, size = config.model, config.parallel, config.parallel.tensor_parallel_size
-    how: dict[str, Any] = {"trust_remote_code": model.trust_remote_code, "load_format": model.load_format}
-    folder = checkpoint.resolve(model.model, model.revision, **how)
+    folder = checkpoint.resolve(
+        model.model,
+        model.revision,
+        trust_remote_code=model.trust_remote_code,
+        load_format=model.load_format,
+        download_dir=model.download_dir,
+    )
     classifies = model.convert == "classify"
     spec = read_spec(folder, trust_remote_code=model.trust_remote_code, as_classifier=classifies)
     if parallel.world_size > 1 and not isinstance(spec, ModelSpec):
@@ -221,7 +232,7 @@ def prepare(config: EngineConfig, origin: Origin, device_index: int = 0) -> Prep
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     gains = device.type == "cpu" and gains_from_bfloat16(spec)
     dtype = resolve_dtype(config.model.dtype, device.type, capability, spec.dtype, bfloat16_on_cpu=gains)
-    return Prepared(for_encoder(config, spec, origin.limit), device, dtype)
+    return Prepared(settings_for(config, spec, origin.limit), device, dtype)
 
 
 def load_part(origin: Origin, prepared: Prepared, team: Team) -> tuple[CausalLM, CausalLM | None]:
@@ -333,6 +344,7 @@ def load_parts(config: EngineConfig, ranks: Ranks) -> EngineParts:
     connector = None if transfer_config is None else make_connector(transfer_config)
     if config.kernel_cache is not None:
         read_kernels_from(Path(config.kernel_cache))
+    policy = policy_of(config.scheduler)
     origin = read_origin(config)
     folder, spec, modules = origin.folder, origin.spec, origin.modules
     generation_config = read_generation_config(config.model.generation_config, folder)
@@ -358,10 +370,8 @@ def load_parts(config: EngineConfig, ranks: Ranks) -> EngineParts:
     limits = config.cache.num_blocks, config.model.max_model_len
     drafting = drafting_of(config, runner.drafts.cost)
     tier, stages = tier_of(config, runner), team.pipe.stages
-    caching = config.cache.enable_prefix_caching
-    scheduler = Scheduler(
-        config.scheduler, config.block_tokens, *limits, drafting, tier, stages, enable_prefix_caching=caching
-    )
+    how: dict[str, Any] = {"enable_prefix_caching": config.cache.enable_prefix_caching, "policy": policy}
+    scheduler = Scheduler(config.scheduler, config.block_tokens, *limits, drafting, tier, stages, **how)
     identity = checkpoint.read_config(folder), origin.limit, (dtype, config.block_tokens, runner.block_bytes)
     with_parts = [model for model in models if model is not None]
     fingerprint = model_fingerprint(with_parts, *identity, team.exchange.group)
@@ -371,6 +381,7 @@ def load_parts(config: EngineConfig, ranks: Ranks) -> EngineParts:
     inputs = InputProcessor(
         *(tokenizer, spec.vocab_size, limits[1], eos, config.model.seed, defaults),
         takes_extra_args=bool(config.logits_processors),
+        max_logprobs=config.model.max_logprobs,
         structured_outputs_backend=config.structured_outputs_backend,
         transfer_params=TransferParams(config.kv_transfer_config, tells=True),
     )

@@ -3,7 +3,6 @@
 An exception in one ends the requests whose rows it was to change, and no other.
 """
 
-import importlib
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,6 +11,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from tritonllm.config.checks import load_code
 from tritonllm.config.sampling_params import SamplingParams
 from tritonllm.engine.data.inputs import upload
 from tritonllm.engine.data.step import RowProcessors, SeatedRequest, Step
@@ -52,11 +52,7 @@ def load_maker(maker: str | Maker) -> Maker:
     """
     if not isinstance(maker, str):
         return maker
-    module, _, name = maker.partition(":")
-    try:
-        found: Maker = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"logits_processors: {maker!r} cannot be imported ({error}): use 'module:name'") from error
+    found: Maker = load_code("logits_processors: ", maker)
     return found
 
 

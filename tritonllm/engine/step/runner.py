@@ -91,7 +91,9 @@ class ModelRunner:
         if config.logits_processors and team.leads:
             self._processors = BatchProcessors(config.logits_processors, seats, vocab, device)
         tree, pooler = self.drafts.tree, pooler or Pooler(seats, model.spec.hidden_size, device)
-        sampler = Sampler(self._seats.drawn, vocab, self._processors, self._seats.verdict, tree)
+        self._reports_processed = config.model.logprobs_mode == "processed_logprobs"
+        how = {"reports_processed": self._reports_processed}
+        sampler = Sampler(self._seats.drawn, vocab, self._processors, self._seats.verdict, tree, **how)
         self._drawing = Drawing(model, self._seats, sampler, pooler, self._group, device, tree)
         self._agreement = AgreementSampler(team.size)
         self._stage_transfer: StageTransfer | None = None
@@ -167,7 +169,9 @@ class ModelRunner:
         seats = self._config.scheduler.max_num_seqs
         sizes, drafts = (seats, self._sizes.max_blocks, self._block_tokens), self.drafts
         wants = {"tell_tokens": drafts.look_back, "tell_past": drafts.remember}
-        wants["finds_limits"] = self._drawing.finds_limits
+        wants["finds_limits"] = (
+            self._drawing.finds_limits and not self._reports_processed
+        )  # a report asks for them, too
         tell = self._processors is not None
         return StepBuilder(*sizes, self._planner, tell_admitted=tell, drafts=drafts.most, **wants)
 

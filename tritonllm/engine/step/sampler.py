@@ -19,6 +19,7 @@ from tritonllm.engine.step.processors import BatchProcessors, Errors, apply_to_r
 from tritonllm.engine.step.token_masks import upload_masks
 from tritonllm.kernels import TokenMasks, rejection_sample, rejection_sample_tree, sample, token_logprobs
 from tritonllm.kernels.sampling.edits import ALWAYS, Entry, LogitEdits, count_tokens, make_logit_edits, write_seat
+from tritonllm.kernels.sampling.sample import drawn_log_weights
 from tritonllm.kernels.sampling.seats import Verdict
 
 
@@ -27,7 +28,8 @@ class Drawn(NamedTuple):
 
     Attributes:
         tokens: ``[R]`` int64, or ``[R, G]`` of a step with drafts, -1 behind those of a row; valid until the next draw.
-        logprobs: log-probabilities under the model's own distribution, before edits, if a request wants them.
+        logprobs: log-probabilities under the model's own distribution, before edits, or under the one that was drawn
+            from, if a request wants them.
         errors: what went wrong in requests' processors, by request id.
         whole: rows whose requests want the whole vocabulary, with those. Each is computed when it is asked for, before
             the next draw: one row takes 28 bytes a token of the vocabulary, and 256 at once would take a gigabyte.
@@ -48,6 +50,8 @@ class Sampler:
         processors: logits processors, which change the logits of whole steps.
         verdict: where the verdicts of steps with drafts are written; ``None`` if there never are any.
         tree: the tree that drafts form; ``None`` for a chain.
+        reports_processed: log-probabilities are those of the distribution that is drawn from
+            (``logprobs_mode="processed_logprobs"``); there are no drafts.
     """
 
     def __init__(
@@ -57,7 +61,10 @@ class Sampler:
         processors: BatchProcessors | None = None,
         verdict: Verdict | None = None,
         tree: DraftTree | None = None,
+        *,
+        reports_processed: bool = False,
     ) -> None:
+        self._reports_processed = reports_processed
         self._processors, self._tree = processors, tree
         self._drawn = drawn
         self._verdict = verdict
@@ -183,15 +190,18 @@ class Sampler:
         """
         batch = self._wanting(step)
         changed = step.edited is not None or late != FREE or batch is not None
-        raw = logits.clone() if changed and step.logprobs is not None else logits  # changes are made in place
+        reports, processed = step.logprobs is not None, self._reports_processed
+        raw = logits.clone() if changed and reports and not processed else logits  # changes are made in place
         errors = apply_to_rows(logits, late.processors)
         if batch is not None:
             errors |= batch.apply(logits, inputs.steps, step)
         masks = self._masks(late.masks, len(logits))  # in the draw, so that no processor allows what it bans
-        if step.edited is not None:
+        edits = None if step.edited is None else self._told(step.new_edits)
+        seats = None if step.edited is None else upload([step.edited], logits.device)[0]
+        if reports and processed:
+            raw = drawn_log_weights(logits, inputs, edits, seats, masks, limited=step.limited)
+        if edits is not None and seats is not None:
             more = {"masks": masks or self._no_masks(len(logits)), "workspace": self._workspace}
-            edits = self._told(step.new_edits)
-            (seats,) = upload([step.edited], logits.device)
             out = self._drawn[: len(logits)]
             tokens = sample(logits, *inputs, edits=edits, seats=seats, out=out, **more)
             count_tokens(edits, seats, tokens)

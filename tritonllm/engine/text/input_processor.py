@@ -20,7 +20,7 @@ from tritonllm.config.prompts import (
     is_empty,
     to_list,
 )
-from tritonllm.config.sampling_params import SamplingParams
+from tritonllm.config.sampling_params import ALL, SamplingParams
 from tritonllm.config.thought_format import ThoughtFormat
 from tritonllm.engine.data.control import (
     THOUGHTS,
@@ -93,6 +93,7 @@ class InputProcessor:
         seed: the engine's seed, for requests without one.
         default_params: the sampling parameters of requests that bring none.
         takes_extra_args: whether there are logits processors, which may read ``extra_args``.
+        max_logprobs: the most log-probabilities a position that requests may ask for; -1: the vocabulary's.
         transfer_params: checks what requests say of other engines; by default those of an engine that asks none.
         structured_outputs_backend: what makes masks of structured outputs.
     """
@@ -107,10 +108,11 @@ class InputProcessor:
         default_params: SamplingParams | None = None,
         *,
         takes_extra_args: bool = False,
+        max_logprobs: int = ALL,
         transfer_params: TransferParams | None = None,
         structured_outputs_backend: str = "auto",
     ) -> None:
-        self._takes_extra_args = takes_extra_args
+        self._takes_extra_args, self._max_logprobs = takes_extra_args, max_logprobs
         self._transfer_params = transfer_params or TransferParams(None)
         self.tokenizer, self.words = tokenizer, TokenTexts(tokenizer)
         self._pieces = None if tokenizer is None else TextPieces(tokenizer)
@@ -291,6 +293,19 @@ class InputProcessor:
             return None, to_list(prompt), None
         raise ValueError(f"prompt must be {KNOWN_FORMS}, got {type(prompt).__name__}")
 
+    def check_logprobs(self, name: str, count: int | None) -> None:
+        """Check how many log-probabilities a position a request asks for.
+
+        Raises:
+            ValueError: more than ``max_logprobs``; the message begins with the request's name for it.
+        """
+        most, asked = self._max_logprobs, self.vocab_size if count == ALL else count or 0
+        if most != ALL and asked > most:
+            raise ValueError(
+                f"{name}={count} is more than max_logprobs={most}: ask for fewer, or start the engine with "
+                f"max_logprobs={count}"
+            )
+
     def take_params(self, params: SamplingParams | None) -> SamplingParams:
         """A copy that the user cannot change, checked; of the defaults, if there are none.
 
@@ -301,6 +316,8 @@ class InputProcessor:
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
         params = params.checked()
+        for name in ("logprobs", "prompt_logprobs"):
+            self.check_logprobs(name, getattr(params, name))
         if self.tokenizer is None and (params.stop_strings or params.bad_words):
             raise ValueError("stop and bad_words are text, but the engine has no tokenizer: use token ids")
         if params.thinking_token_budget is not None and self._thought is None:

@@ -14,8 +14,15 @@ TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"  # what transf
 WAY_OUT = "Pass tokenizer= with a folder that has one, or skip_tokenizer_init=True to work with token ids"
 
 
-def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+def load_tokenizer(
+    name: str, *, revision: str | None = None, trust_remote_code: bool = False, download_dir: str | None = None
+) -> Any:
     """The tokenizer of a folder or hub id. It does not warn of long texts, as others do that transformers makes.
+
+    Args:
+        revision: branch, tag or commit of a hub id.
+        trust_remote_code: run Python code that comes with it.
+        download_dir: the folder that keeps downloads; by default Hugging Face's own.
 
     Raises:
         ValueError: no tokenizer there, or one that cannot be read.
@@ -32,7 +39,9 @@ def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code:
     # of a damaged file transformers may ask for anything, and the package tokenizers has no class of errors of its own;
     # that of a config.json with a null where none may be is of no kind in DAMAGED
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(
+            name, revision=revision, trust_remote_code=trust_remote_code, cache_dir=download_dir
+        )
     except Exception as error:
         if type(error) is not Exception and not isinstance(error, (*DAMAGED, StrictDataclassError)):
             raise

@@ -5,9 +5,9 @@ import inspect
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
-from importlib import import_module
 from typing import Any, TypeVar
 
+from tritonllm.config.checks import load_code
 from tritonllm.config.engine import EngineConfig
 from tritonllm.config.kv_transfer import DEVICE_BYTES, KVTransferConfig
 from tritonllm.dist.device_copies import load_cuda
@@ -77,11 +77,7 @@ def _prepared_code(name: str, extra: dict[str, Any]) -> Callable[[], KVConnector
     Raises:
         ValueError: a connector of the user's cannot be imported, or it does not take these settings.
     """
-    module, _, attribute = name.partition(":")
-    try:
-        make = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"kv_transfer_config: kv_connector={name!r} cannot be imported: {error}") from error
+    make = load_code("kv_transfer_config: kv_connector=", name)
     if not callable(make):
         raise ValueError(f"kv_transfer_config: kv_connector={name!r} must be a class or a function, got {make!r}")
     try:

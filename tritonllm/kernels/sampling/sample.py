@@ -18,7 +18,7 @@ from tritonllm.config.sampling_rows import DTYPES, SamplingRows
 from tritonllm.kernels.runtime.checks import check_tensor, require
 from tritonllm.kernels.runtime.random import STREAM_GROUP, STREAM_TOKEN
 from tritonllm.kernels.runtime.registry import register_op, with_reference
-from tritonllm.kernels.sampling.common import MIN_TEMPERATURE, clean_ref, draw_ref, keep_ref, scale_ref
+from tritonllm.kernels.sampling.common import LN2, MIN_TEMPERATURE, clean_ref, draw_ref, keep_ref, scale_ref
 from tritonllm.kernels.sampling.draw import draw_rows
 from tritonllm.kernels.sampling.edits import LogitEdits, check_edits, edit_logits_ref
 from tritonllm.kernels.sampling.limited import draw_limited_rows
@@ -211,3 +211,40 @@ def sample(
 
 
 sample_ref = with_reference(sample)
+
+
+def drawn_log_weights(
+    logits: torch.Tensor,
+    rows: SamplingRows[torch.Tensor],
+    edits: LogitEdits | None = None,
+    seats: torch.Tensor | None = None,
+    masks: TokenMasks | None = None,
+    *,
+    limited: bool = True,
+) -> torch.Tensor:
+    """The distributions that :func:`sample` draws from, in plain torch: for reports, not for draws.
+
+    A row that takes the argmax has that of temperature 1 without limits. With edits, or where rows are ``limited``, the
+    host waits for the device.
+
+    Args:
+        logits: ``[B, V]``; not changed.
+        rows: parameters, edits, seats and masks as of :func:`sample`.
+        limited: some row has a ``top_k``, ``top_p`` or ``min_p``.
+
+    Returns:
+        ``[B, V]`` float32: natural logarithms of probabilities, up to a constant of the row; -inf for what cannot be
+        drawn.
+    """
+    if edits is not None and seats is not None:
+        logits = edit_logits_ref(logits, edits, seats, rows.steps)
+    if masks is not None:
+        logits = logits.clone()
+        ban_ref(logits, MaybeMasks(*masks))
+    greedy = ~(rows.temperature >= MIN_TEMPERATURE.value)
+    limits: list[torch.Tensor | None] = [None] * 3
+    if limited:  # 0, 1 and 0 keep all tokens
+        pairs = zip(rows.limits, (0, 1, 0), strict=True)
+        limits = [None if limit is None else limit.masked_fill(greedy, neutral) for limit, neutral in pairs]
+    log_weights = log_weights_ref(logits, rows.temperature.masked_fill(greedy, 1), *limits)
+    return log_weights * LN2

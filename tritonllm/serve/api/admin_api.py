@@ -9,6 +9,7 @@ from fastapi import FastAPI, Query, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import ConfigDict, Field
 
+from tritonllm.config.engine import max_concurrency
 from tritonllm.serve.api.errors import APIError
 from tritonllm.serve.api.protocol import Body
 from tritonllm.serve.engines.async_llm import AsyncLLM
@@ -95,7 +96,13 @@ def add_admin(app: FastAPI, llm: AsyncLLM, has_keys: bool) -> None:
     async def server_info(config_format: Literal["text", "json"] = "text") -> Response:
         config = llm.config
         told = str(config) if config_format == "text" else json.loads(json.dumps(asdict(config), default=str))
-        return JSONResponse({"version": __version__, "vllm_config": told})
+        blocks, length = llm.stats.num_blocks, llm.max_model_len
+        sizes = {
+            "num_blocks": blocks,
+            "max_model_len": length,
+            "max_concurrency": round(max_concurrency(blocks, config.block_tokens, length), 2),
+        }
+        return JSONResponse({"version": __version__, "vllm_config": told, **sizes})
 
     @app.post("/reload_weights")
     async def reload_weights(request: Request, body: ReloadRequest | None = None) -> Response:

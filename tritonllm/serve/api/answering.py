@@ -61,8 +61,8 @@ class Service:
             )
 
     def accept(self, request: Request, body: Body) -> str:
-        """Take a body whose fields are checked; those that change nothing are noted, or refused with
-        ``--strict-fields``.
+        """Take a body whose fields are checked, as far as they are without the engine; those that change nothing are
+        noted, or refused with ``--strict-fields``.
 
         Args:
             body: has the field ``model``.
@@ -72,8 +72,13 @@ class Service:
 
         Raises:
             APIError: 404, no such model; 400, a field that changes nothing.
+            ValueError: more log-probabilities than the engine lets requests have.
         """
         model = self.check_model(getattr(body, "model", None))
+        for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
+            count = getattr(body, name, None)
+            if count is not None and not isinstance(count, bool):  # a chat says whether, and how many by another name
+                self.llm.inputs.check_logprobs(name, count)
         if self.config.strict_fields:
             for name in body.ignored():
                 known = shown(name)
@@ -270,17 +275,20 @@ async def stream(
     chunks: AsyncGenerator[bytes, None],
     failed: Callable[[APIError], bytes] = _error_event,
     done: bytes = DONE,
+    media_type: str = "text/event-stream",
 ) -> Response:
-    """Server-sent events. The status is sent with the first event: what goes wrong before has its own.
+    """An answer in parts, by default server-sent events. The status is sent with the first part: what goes wrong before
+    has its own.
 
     Args:
-        failed: makes the event of what goes wrong later.
-        done: the last event.
+        failed: makes the part of what goes wrong later.
+        done: the last part.
+        media_type: what the parts are.
     """
     first = await unless_disconnected(request, anext(chunks))
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
     events = _events(request, first, chunks, failed, done)
-    return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+    return StreamingResponse(events, media_type=media_type, headers=headers)
 
 
 async def _events(

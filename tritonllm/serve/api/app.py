@@ -18,6 +18,7 @@ from tritonllm.serve.api.chat_api import chat, tokens_of_chat
 from tritonllm.serve.api.completions_api import complete
 from tritonllm.serve.api.config import ServerConfig
 from tritonllm.serve.api.errors import APIError, as_api_error, error_response, unreadable_body, validation_error
+from tritonllm.serve.api.generate_api import generate
 from tritonllm.serve.api.guard import Guard
 from tritonllm.serve.api.large_bodies import route_for_large_bodies
 from tritonllm.serve.api.messages_api import count_tokens, message
@@ -25,7 +26,13 @@ from tritonllm.serve.api.messages_protocol import CountRequest, MessagesRequest
 from tritonllm.serve.api.metrics import ServerMetrics
 from tritonllm.serve.api.pooling_api import add_pooling
 from tritonllm.serve.api.profile_api import add_profile
-from tritonllm.serve.api.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from tritonllm.serve.api.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerateRequest,
+    TokenizeRequest,
+)
 from tritonllm.serve.api.replies import as_json, now
 from tritonllm.serve.api.responses_api import respond_to
 from tritonllm.serve.api.responses_protocol import ResponsesRequest
@@ -106,6 +113,10 @@ def _add_answers(app: FastAPI, service: Service) -> None:
     @app.post("/v1/messages")
     async def messages(request: Request, body: MessagesRequest) -> Response:
         return await message(service, request, body)
+
+    @app.post("/generate")
+    async def generate_texts(request: Request, body: GenerateRequest) -> Response:
+        return await generate(service, request, body)
 
     @app.post("/v1/messages/count_tokens")
     async def messages_count_tokens(request: Request, body: CountRequest) -> Response:

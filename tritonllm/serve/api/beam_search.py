@@ -5,7 +5,7 @@ from contextlib import aclosing
 from typing import Any
 
 from tritonllm.config.beam_search_params import BeamSearchParams
-from tritonllm.config.sampling_params import SamplingParams
+from tritonllm.config.sampling_params import ALL, SamplingParams
 from tritonllm.engine.data.outputs import CompletionOutput, Logprobs
 from tritonllm.serve.api.answering import Outputs
 from tritonllm.serve.api.protocol import SAMPLING_FIELDS, SamplingBody
@@ -41,12 +41,14 @@ async def with_logprobs(outputs: Outputs, count: int | None) -> AsyncGenerator[t
     """The outputs of searches, which know more continuations of each token than were asked for.
 
     Args:
-        count: how many of the most likely tokens to report at each position; ``None`` for no log-probabilities.
+        count: how many of the most likely tokens to report at each position; -1: as many as the search knows; ``None``:
+            no log-probabilities.
     """
     async with aclosing(outputs):
         async for index, output in outputs:
             for completion in output.outputs:
-                completion.logprobs = None if count is None else _fewer(completion, count)
+                if count != ALL:
+                    completion.logprobs = None if count is None else _fewer(completion, count)
             yield index, output
 
 

@@ -35,6 +35,24 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
     Raises:
         APIError, ValueError, QueueFullError, EngineDeadError: see :mod:`tritonllm.serve.api.errors`.
     """
+    head, build, outputs = await start(service, request, body)
+    if body.stream:
+        return await stream(request, _chunks(head, body, build, outputs))
+    return await respond(request, _whole(head, body, build, outputs))
+
+
+async def start(
+    service: Service, request: Request, body: CompletionRequest
+) -> tuple[dict[str, Any], "Choices", Outputs]:
+    """Check what is asked for and tokenize it.
+
+    Returns:
+        The fields that every part of the answer has, what makes its choices, and the outputs. The requests begin with
+        the first of these.
+
+    Raises:
+        APIError, ValueError: bad input.
+    """
     model = service.accept(request, body)
     more = {}
     max_tokens, scored = body.max_tokens, body.max_tokens == 0  # the prompt alone is wanted, with its log-probabilities
@@ -55,10 +73,8 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
         outputs = with_logprobs(outputs, body.logprobs)
     if scored:
         outputs = _without_tokens(outputs)
-    build = _Choices(service, body, params.beam_width if isinstance(params, BeamSearchParams) else params.n)
-    if body.stream:
-        return await stream(request, _chunks(head, body, build, outputs))
-    return await respond(request, _whole(head, body, build, outputs))
+    each = params.beam_width if isinstance(params, BeamSearchParams) else params.n
+    return head, Choices(service, body, each), outputs
 
 
 async def _without_tokens(outputs: Outputs) -> AsyncGenerator[tuple[int, RequestOutput], None]:
@@ -100,8 +116,8 @@ async def _prompt(service: Service, body: CompletionRequest, prompt: str | list[
     return parts  # type: ignore[return-value]
 
 
-class _Choices:
-    """Makes the entries of ``choices``.
+class Choices:
+    """Makes the entries of a completion's ``choices``.
 
     Args:
         n: how many continuations each prompt has.
@@ -174,7 +190,7 @@ class _Choices:
         return choices
 
 
-async def _whole(head: dict[str, Any], body: CompletionRequest, build: _Choices, outputs: Outputs) -> dict[str, Any]:
+async def _whole(head: dict[str, Any], body: CompletionRequest, build: Choices, outputs: Outputs) -> dict[str, Any]:
     usage, ended = Usage(), dict[int, RequestOutput]()
     async with aclosing(outputs):
         async for index, output in outputs:
@@ -185,7 +201,7 @@ async def _whole(head: dict[str, Any], body: CompletionRequest, build: _Choices,
 
 
 async def _chunks(
-    head: dict[str, Any], body: CompletionRequest, build: _Choices, outputs: Outputs
+    head: dict[str, Any], body: CompletionRequest, build: Choices, outputs: Outputs
 ) -> AsyncGenerator[bytes, None]:
     usage, begun, ended, last = Usage(), set[int](), set[int](), dict[str, Any]()
     asked = body.stream_options or StreamOptions()

@@ -16,6 +16,7 @@ from pydantic import (
 )
 
 from tritonllm.config.sampling_params import (
+    ALL,
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
@@ -33,7 +34,6 @@ from tritonllm.engine.text.chat import ChatOptions
 from tritonllm.serve.api.fields import GENERATION, PROMPT, TOOLS, Neutral, asks_for_nothing
 
 MAX_N = 128  # as at OpenAI
-MAX_TOP_LOGPROBS = 20
 MAX_PROMPTS = 2048  # of one request
 MAX_MESSAGES = 8192
 MAX_PARTS = 16384  # of all messages of a request together
@@ -271,7 +271,7 @@ class SamplingBody(Body):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    prompt_logprobs: int | None = Field(default=None, ge=ALL)
     thinking_token_budget: int | None = None
     truncate_prompt_tokens: int | None = None
     repetition_detection: dict[str, Any] | None = None
@@ -370,7 +370,7 @@ class CompletionRequest(SamplingBody):
 
     prompt: Prompts
     max_tokens: Word | None = 16
-    logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    logprobs: int | None = Field(default=None, ge=ALL)
     echo: bool | None = False
     add_special_tokens: bool = True
 
@@ -393,13 +393,31 @@ class CompletionRequest(SamplingBody):
         return self.prompt
 
 
+class GenerateRequest(CompletionRequest):
+    """The body of ``POST /generate``: one prompt, with which the answer's texts begin. What these cannot show is an
+    error."""
+
+    echo: Literal[True] = True
+    stream_options: None = None
+    logprobs: None = None
+    prompt_logprobs: None = None
+    return_token_ids: Literal[False] | None = None
+    kv_transfer_params: None = None
+
+    @model_validator(mode="after")
+    def _check_prompt(self) -> Self:
+        if len(self.prompts()) > 1:
+            raise ValueError("prompt must be one text, or its token ids: /v1/completions takes several")
+        return self
+
+
 class ChatRequest(SamplingBody, ToolsBody):
     """``POST /v1/chat/completions``."""
 
     messages: Objects = Field(min_length=1)
     max_completion_tokens: TokenCount | None = None
     logprobs: bool | None = False
-    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    top_logprobs: int | None = Field(default=None, ge=ALL)
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from tritonllm.config.sampling_params import ALL
 from tritonllm.engine.data.outputs import CompletionOutput, Logprob, Logprobs, RequestOutput
 from tritonllm.engine.text.detokenizer import IncrementalDetokenizer, bytes_of
 
@@ -105,8 +106,9 @@ def _entry(token: int, logprob: Logprob, tokenizer: Any) -> dict[str, Any]:
 
 
 def _most_likely(position: Logprobs, count: int) -> list[tuple[int, Logprob]]:
-    """The ``count`` most likely tokens of a position, in that order."""
-    ranked = [(token, entry) for token, entry in position.items() if entry.rank is not None and entry.rank <= count]
+    """The ``count`` most likely tokens of a position, in that order; with ``ALL`` those that it has."""
+    most = len(position) if count == ALL else count
+    ranked = [(token, entry) for token, entry in position.items() if entry.rank is not None and entry.rank <= most]
     return sorted(ranked, key=lambda item: item[1].rank or 0)
 
 

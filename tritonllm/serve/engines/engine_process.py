@@ -126,10 +126,8 @@ def run_engine(
         log_to_stderr(log_level, replica)
     encode = msgspec.msgpack.encode
     try:
-        if profiler is not None and profiler.kernel_iterations:
-            from tritonllm.telemetry.kernel_records import prepare
-
-            prepare(0 if place is None else place.rank)
+        if profiler is not None:
+            profiler.prepare(config.model.device, 0 if place is None else place.rank)
         engine = LLMEngine.from_config(config, place)
         ready = describe(engine)
         context = zmq.Context(io_threads=1)
@@ -178,7 +176,8 @@ def describe(engine: LLMEngine) -> EngineReady:
     assert config.max_model_len is not None
     tokenizer = config.tokenizer
     if tokenizer is None:
-        tokenizer = str(checkpoint.resolve(config.model, config.revision, trust_remote_code=config.trust_remote_code))
+        how: dict[str, Any] = {"trust_remote_code": config.trust_remote_code, "download_dir": config.download_dir}
+        tokenizer = str(checkpoint.resolve(config.model, config.revision, **how))
     return EngineReady(
         tokenizer=None if config.skip_tokenizer_init else tokenizer,
         revision=config.revision if config.tokenizer else None,
@@ -191,6 +190,8 @@ def describe(engine: LLMEngine) -> EngineReady:
         default_params=pack_params(engine.inputs.default_params),
         stats=engine.stats,
         pooling=pooling_facts(engine),
+        download_dir=config.download_dir,
+        max_logprobs=config.max_logprobs,
     )
 
 

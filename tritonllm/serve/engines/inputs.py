@@ -26,7 +26,12 @@ def input_processor(
     """
     tokenizer = None
     if ready.tokenizer is not None:
-        tokenizer = load_tokenizer(ready.tokenizer, revision=ready.revision, trust_remote_code=ready.trust_remote_code)
+        tokenizer = load_tokenizer(
+            ready.tokenizer,
+            revision=ready.revision,
+            trust_remote_code=ready.trust_remote_code,
+            download_dir=ready.download_dir,
+        )
     return InputProcessor(
         tokenizer,
         ready.vocab_size,
@@ -35,5 +40,6 @@ def input_processor(
         ready.seed,
         unpack_params(ready.default_params),
         takes_extra_args=takes_extra_args,
+        max_logprobs=ready.max_logprobs,
         transfer_params=TransferParams(transfer),
     )

@@ -200,6 +200,8 @@ class EngineReady(msgspec.Struct, tag=True):
     default_params: dict[str, Any]
     stats: EngineStats
     pooling: PoolingFacts
+    download_dir: str | None = None
+    max_logprobs: int = 20
 
 
 class Failed(msgspec.Struct, tag=True):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+PROFILERS = ("torch", "cuda")
 METHODS = ("start_profile", "stop_profile")
 # Of vLLM's keys those that have no effect here, with the values that ask for none.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -31,8 +32,9 @@ class ProfilerConfig:
     """How an engine may write traces, with vLLM's keys.
 
     Args:
-        profiler: always ``torch``; the kernels come from its profiler.
-        torch_profiler_dir: the folder for the files; it is made if it is not there.
+        profiler: ``torch`` writes traces, whose kernels come from torch's profiler; ``cuda`` marks steps for NVIDIA's
+            profilers (:mod:`tritonllm.telemetry.nvtx_ranges`), which write the files.
+        torch_profiler_dir: the folder for the files of ``torch``; it is made if it is not there.
         torch_profiler_use_gzip: whether the files are compressed.
         delay_iterations: how many steps go by before a trace begins.
         max_iterations: after how many steps a trace ends itself; 0: it does not.
@@ -52,9 +54,13 @@ class ProfilerConfig:
     max_events: int = 1_000_000
 
     def __post_init__(self) -> None:
-        if self.profiler != "torch":
-            raise ValueError(f"profiler_config: profiler must be 'torch', got {self.profiler!r}")
-        if not isinstance(self.torch_profiler_dir, str) or not self.torch_profiler_dir:
+        if self.profiler not in PROFILERS:
+            raise ValueError(f"profiler_config: profiler must be one of {', '.join(PROFILERS)}, got {self.profiler!r}")
+        if self.marks and self.torch_profiler_dir:
+            raise ValueError(
+                "profiler_config: torch_profiler_dir is of profiler='torch': 'cuda' writes no files itself"
+            )
+        if not self.marks and (not isinstance(self.torch_profiler_dir, str) or not self.torch_profiler_dir):
             raise ValueError("profiler_config: torch_profiler_dir must name a folder for the traces")
         if not isinstance(self.torch_profiler_use_gzip, bool):
             packed = self.torch_profiler_use_gzip
@@ -93,16 +99,48 @@ class ProfilerConfig:
             elif name not in known:
                 raise ValueError(f"profiler_config: unknown key {name!r}; known: {', '.join(sorted(known))}")
         config = cls(**{name: value for name, value in given.items() if name in known})
+        if config.marks:
+            return config
         return dataclasses.replace(
             config, torch_profiler_dir=os.path.abspath(os.path.expanduser(config.torch_profiler_dir))
         )
 
+    @property
+    def marks(self) -> bool:
+        """Whether steps are marked for NVIDIA's profilers."""
+        return self.profiler == "cuda"
+
+    def prepare(self, device: str, gpu: int) -> None:
+        """What must be done before an engine starts in this process.
+
+        Args:
+            device: the engine's device, as its configuration names it.
+            gpu: which GPU it will have.
+
+        Raises:
+            ValueError: ``profiler`` needs a GPU, and the engine has none.
+        """
+        if self.marks:
+            import torch
+
+            if device.startswith("cpu") or not torch.cuda.is_available():
+                raise ValueError(
+                    "profiler_config: profiler='cuda' marks steps for profilers of NVIDIA's GPUs, and this engine runs "
+                    "on the CPU: use profiler='torch'"
+                )
+        elif self.kernel_iterations:
+            from tritonllm.telemetry.kernel_records import prepare
+
+            prepare(gpu)
+
     def check_folder(self) -> None:
-        """Make the folder.
+        """Make the folder for traces, if there are to be some.
 
         Raises:
             ValueError: it cannot be made, or written to.
         """
+        if self.marks:
+            return
         folder = self.torch_profiler_dir
         try:
             os.makedirs(folder, exist_ok=True)
@@ -131,7 +169,7 @@ class Profiles:
         """Begin a trace.
 
         Returns:
-            ``file``: where it is written; or ``refused``: why none was begun.
+            ``file``: where it is written (of ``cuda``, ``profiler``); or ``refused``: why none was begun.
 
         Raises:
             ValueError: there is no folder, or a bad prefix.
@@ -141,10 +179,17 @@ class Profiles:
             raise ValueError(NO_FOLDER)
         prefix = check_prefix(profile_prefix)
         if self._trace is not None and self._trace.open:
-            return {"refused": f"a trace is written already, to {self._trace.path}: end it with /stop_profile"}
+            where = "" if self._config.marks else f", to {self._trace.path}"
+            return {"refused": f"a trace is written already{where}: end it with /stop_profile"}
+        config = self._config
+        if config.marks:
+            from tritonllm.telemetry.nvtx_ranges import StepRanges
+
+            steps = {"delay_steps": config.delay_iterations, "max_steps": config.max_iterations}
+            self._trace = StepRanges(self._engine, **steps)
+            return {"profiler": config.profiler}
         from tritonllm.telemetry.trace import Trace
 
-        config = self._config
         self._number += 1
         stamp = time.strftime("%Y%m%d-%H%M%S")
         ending = "json.gz" if config.torch_profiler_use_gzip else "json"
@@ -164,7 +209,8 @@ class Profiles:
         """End the trace.
 
         Returns:
-            ``file``, its number of ``events``, and why it has ended (``note``); or ``refused``: there is none.
+            ``file`` and its number of ``events`` (of ``cuda``, the number of ``steps``), and why it has ended
+            (``note``); or ``refused``: there is none.
 
         Raises:
             ValueError: there is no folder.
@@ -176,6 +222,8 @@ class Profiles:
             return {"refused": "no trace is written: begin one with /start_profile"}
         trace, self._trace = self._trace, None
         trace.close("it was told to end (stop_profile)")
+        if self._config.marks:
+            return {"profiler": self._config.profiler, "steps": trace.steps, "note": trace.note}
         return {"file": str(trace.path), "events": trace.events, "note": trace.note}
 
     def close(self) -> None:

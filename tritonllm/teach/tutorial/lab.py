@@ -9,7 +9,14 @@ from tritonllm.events import Event, Part, StepPlanned
 from tritonllm.offline.llm import LLM
 
 # On the CPU and without planning ahead, so that every machine shows the same numbers.
-SMALL = {"device": "cpu", "dtype": "float32", "async_scheduling": False, "num_blocks": 128, "max_num_seqs": 8}
+SMALL = {
+    "device": "cpu",
+    "dtype": "float32",
+    "async_scheduling": False,
+    "num_blocks": 128,
+    "max_num_seqs": 8,
+    "max_logprobs": -1,
+}
 
 STORY = (
     "Once upon a time, in the Old Pine Forest, where the ground is soft with needles, there lived a patient young "
