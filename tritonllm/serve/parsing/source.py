@@ -123,6 +123,15 @@ class PieceSource:
                 self.take(len(self.text))
                 return ""
 
+    def before(self, marker: str) -> tuple[str, bool]:
+        """Take what is there of the text before a marker, and the marker; returns the text and whether it came."""
+        found = self.text.find(marker)
+        if found < 0:
+            return self.take(len(self.text) - _held(self.text, (marker,))), False
+        text = self.take(found)
+        self.take(len(marker))
+        return text, True
+
     def run(
         self, piece: Callable[[str], Piece], *markers: str, trim: bool = True
     ) -> Generator[Piece | None, None, tuple[str, str]]:
