@@ -1,6 +1,7 @@
 """Reading answers: each format, and that it does not matter how the text is cut."""
 
 import json
+import time
 from itertools import pairwise
 
 import pytest
@@ -434,6 +435,71 @@ def test_what_is_no_call_stays_to_the_letter(parser, text):
     assert read(reader(parser), text) == ParsedAnswer(content=text)
 
 
+@pytest.mark.parametrize(
+    ("parser", "writer"),
+    [pair for pair in PAIRS if pair[0] not in ("openai", "llama3_json", "pythonic", "llama4_pythonic")],
+)
+def test_text_around_calls_is_kept(parser, writer):
+    text = f"Let me look: <b>.\n\n{writer(CALLS)}\nDone. <b"
+    for parts in ([text], [*text]):
+        answer = read(reader(parser, tools=schemas(CALLS)), *parts)
+        assert answer == ParsedAnswer("", "Let me look: <b>.\nDone. <b", [ToolCall(*call) for call in CALLS])
+
+
+def test_text_behind_calls_that_are_all_of_an_answer():
+    for parser, text in (
+        ("pythonic", pythonic(CALLS)),
+        ("llama4_pythonic", llama4(CALLS)),
+        ("llama3_json", llama(CALLS)),
+    ):
+        answer = read(reader(parser), f"{text}\nDone.")
+        assert (answer.content.strip(), len(answer.calls)) == ("Done.", 2)
+
+
+@pytest.mark.parametrize(
+    ("parser", "text", "expected"),
+    [
+        (
+            "pythonic",
+            "[add(1, a=x + 1, b={'c': (1, 2)}, d=')', e='\\'')]",
+            {"a": "x + 1", "b": {"c": [1, 2]}, "d": ")", "e": "'"},
+        ),
+        ("pythonic", "[add(a=1]", {"a": 1}),
+        ("olmo3", "<function_calls>add(a=true, b=null,)</function_calls>", {"a": True, "b": None}),
+        ("glm45", "<tool_call>add</tool_call>", {}),
+        (
+            "glm45",
+            "<tool_call>add<arg_key>a</arg_key>1<arg_key>b</arg_key><arg_value>2</arg_value></tool_call>",
+            {"b": 2},
+        ),
+        ("qwen3_coder", "<tool_call><function=add><parameter=a>1</parameter></tool_call>", {"a": 1}),
+        (
+            "qwen3_coder",
+            "<tool_call><function=add> so <parameter=a>\n{'b': None}\n</parameter> </function>",
+            {"a": {"b": None}},
+        ),
+        ("minimax_m2", '<minimax:tool_call><invoke name="add"></invoke>', {}),
+    ],
+)
+def test_arguments_that_are_not_as_they_should_be(parser, text, expected):
+    for parts in ([text], [*text]):
+        assert values(read(reader(parser, tools={"add": {}}), *parts)) == [("add", expected)]
+
+
+def test_a_string_between_tags_is_sent_as_it_comes():
+    tools = {"add": {"parameters": {"properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}}}
+    streamed = reader("qwen3_coder", tools=tools)
+    head = streamed.feed('<tool_call>\n<function=add>\n<parameter=a>\nIt is "so')
+    assert read_all(head).calls == [ToolCall("add", '{"a": "It is \\"so')]
+    more = streamed.feed("\n") + streamed.feed("and</paramete") + streamed.feed("r>\n<parameter=b>\n1")
+    assert read_all([*head, *more]).calls == [ToolCall("add", '{"a": "It is \\"so\\nand"')]
+
+
+def test_calls_end_a_thought_of_kimi():
+    answer = read(reader("kimi_k2", "kimi_k2"), f"<think>I need it. {kimi(CALLS)}")
+    assert answer == ParsedAnswer("I need it.", "", [ToolCall(*call) for call in CALLS])
+
+
 def test_text_around_calls():
     text = f"Let me look.\n\n{hermes(CALLS)}\nDone."
     answer = read(reader("hermes"), text)
@@ -488,6 +554,27 @@ def read_all(pieces):
         ),
         ("openai_gptoss", "", "<|channel|>final<|message|>Hi.<|return|>", ParsedAnswer("", "Hi.")),
         ("openai_gptoss", "", " no format at all", ParsedAnswer("", " no format at all")),
+        ("glm45", "<|assistant|>", "\n<think>Hm.</think>\nHi.", ParsedAnswer("Hm.", "Hi.")),
+        ("glm45", "<|assistant|>\n<think></think>", "\nHi.", ParsedAnswer("", "\nHi.")),
+        ("seed_oss", "", "<seed:think>Hm.</seed:think>Hi.", ParsedAnswer("Hm.", "Hi.")),
+        ("seed_oss", "<seed:think><seed:cot_budget_reflect>", "Hm.</seed:think>Hi.", ParsedAnswer("Hm.", "Hi.")),
+        ("hunyuan_a13b", "", "<think>\nHm.\n</think>\n<answer>\nHi.\n</answer>", ParsedAnswer("Hm.", "Hi.")),
+        ("hunyuan_a13b", "", "<think>\n\n</think>\n<answer>\nHi, and", ParsedAnswer("", "Hi, and")),
+        ("hunyuan_a13b", "", "Hi.", ParsedAnswer("", "Hi.")),
+        (
+            "granite",
+            "",
+            "Here is my thought process: Hm. Here is Here is my response: Hi.",
+            ParsedAnswer("Hm. Here is", "Hi."),
+        ),
+        ("granite", "", "Here is my thought on it.", ParsedAnswer("", "Here is my thought on it.")),
+        ("ernie45", "", "Hm.</think>\n\n<response>\nHi.\n</response>\n", ParsedAnswer("Hm.", "Hi.")),
+        ("ernie45", "", "Hm.", ParsedAnswer("Hm.", "")),
+        ("olmo3", "<think>", "Hm.</think>Hi.", ParsedAnswer("Hm.", "Hi.")),
+        ("minimax_m2", "<think>\n", "Hm.\n</think>\n\nHi.", ParsedAnswer("Hm.", "Hi.")),
+        ("minimax_m2", "", "Hm.</think>Hi.", ParsedAnswer("Hm.", "Hi.")),
+        ("kimi_k2", "", "<think>Hm.</think>Hi.", ParsedAnswer("Hm.", "Hi.")),
+        ("mistral", "", "[THINK]Hm.[/THINK]Hi.", ParsedAnswer("Hm.", "Hi.")),
     ],
 )
 def test_thoughts(reasoning, prompt, text, expected):
@@ -519,19 +606,57 @@ def test_thoughts_and_calls():
         ("<|channel|>analysis", "openai", "openai_gptoss"),
         ('<|start_header_id|> {"name": function name, "parameters": dictionary of it}', "llama3_json", None),
         ("<|im_start|>", None, None),
+        (
+            "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n<arg_value> arguments </think>",
+            "glm45",
+            "glm45",
+        ),
+        ("set begin = '<seed:tool_call>' <seed:think> <function=f> <parameter=", "seed_oss", "seed_oss"),
+        ("<minimax:tool_call> <invoke name= <think> </think> <response>", "minimax_m2", "minimax_m2"),
+        ("<|tool_calls_section_begin|> <think></think>", "kimi_k2", "kimi_k2"),
+        ("<|im_system|>tool_declare<|im_middle|>", "kimi_k2", None),
+        ('<tool_calls>[{"name": "f", "arguments": {}}] <think></think>', "hunyuan_a13b", "qwen3"),
+        ("<tool_calls> \"arguments\" '<answer>' '</answer>' <think></think>", "hunyuan_a13b", "hunyuan_a13b"),
+        ("<tool_call> arguments <response> </response> </think>", "hermes", "ernie45"),
+        ("<function_calls>\nf(a='b')\n</function_calls> <think></think>", "olmo3", "qwen3"),
+        ('functools[{"name": [function name], "arguments": {}}]', "phi4_mini_json", None),
+        ("'<|tool|>' + message['tools'] + '<|/tool|>'", "phi4_mini_json", None),
+        ("<|start_of_role|> <|tool_call|> Here is my thought process: Here is my response:", "granite", "granite"),
+        ("<|start_of_role|> <tool_call> arguments", "hermes", None),
+        ("<|header_start|> [func_name1(param1=value1), func_name2(...)]", "llama4_pythonic", None),
+        ("<|start_header_id|> [func_name1(params_name1=params_value1...)]", "pythonic", None),
+        ('<|header_start|> {"name": function name, "parameters": dictionary}', "llama4_json", None),
+        ("[TOOL_CALLS] [THINK] [/THINK]", "mistral", "mistral"),
     ],
 )
 def test_the_template_tells_the_format(template, tools, reasoning):
     assert (tool_parser_of(template), reasoning_parser_of(template)) == (tools, reasoning)
 
 
-def test_a_long_text_without_end_is_read_in_linear_time():
-    """Nothing is read again and again: with quadratic time this would take minutes."""
-    for parser in WRITERS:
-        one = reader(parser)
-        for _ in range(20_000):
-            one.feed('<tool_call>{"a": [')
-        one.finish()
+SHAPES = ("hermes", "kimi_k2", "qwen3_coder", "pythonic")  # one of each
+
+
+@pytest.mark.parametrize(
+    "parser", [pytest.param(name, marks=() if name in SHAPES else pytest.mark.long) for name in WRITERS]
+)
+def test_a_long_text_without_end_is_read_in_linear_time(parser):
+    """Nothing is read again and again: with quadratic time, sixteen times the text takes 256 times as long."""
+    typed = parser in TYPED_WRITERS
+    call = WRITERS[parser][0]([("add", '{"a": "b"}' if typed else '{"a": "')])
+    begun = call[: call.rindex("b" if typed else '"')]
+    for head in (begun, call[: call.index("add") + 2], ""):
+        for part in ("[", "\n ", "a", "\\", '"', *TOOL_PARSERS[parser].markers[:1]):
+            times = []
+            for count in (500, 8_000):
+                one = reader(parser, "qwen3", tools={"add": {}})
+                one.feed(head)
+                begin = time.process_time()
+                for _ in range(count):
+                    one.feed(part)
+                one.feed(part * count)
+                one.finish()
+                times.append(time.process_time() - begin)
+            assert times[1] < 80 * times[0] + 0.1, (head, part)
 
 
 class Token(str):
@@ -549,5 +674,31 @@ def test_special_tokens_are_kept_where_they_begin_a_call():
     assert formats.needs_special_tokens(True) and not formats.needs_special_tokens(False)
     assert not choose(Tokenizer(), None, "hermes", None).needs_special_tokens(True)
     assert choose(Tokenizer(), "own template", None, "none") == Formats(None, None, frozenset({"[TOOL_CALLS]"}))
-    with pytest.raises(ValueError, match=r"--tool-call-parser must be one of hermes.* or none, got 'hermit'"):
+    for name in (None, "none", "auto", *TOOL_PARSERS):
+        check_names(name, None)
+    with pytest.raises(ValueError, match=r"--tool-call-parser must be one of hermes.*, auto or none, got 'hermit'"):
         check_names("hermit", None)
+
+
+def test_the_log_says_what_the_template_told(caplog):
+    with caplog.at_level("INFO"):
+        choose(Tokenizer(), None, "auto", None)
+    assert "--tool-call-parser is mistral: the chat template has '[TOOL_CALLS]'" in caplog.messages
+    assert "--reasoning-parser is qwen3: the chat template has '</think>'" in caplog.messages
+    caplog.clear()
+    choose(Tokenizer(), None, "mistral", "none")
+    assert not caplog.messages
+
+
+def test_auto_that_cannot_be_told_is_an_error():
+    assert choose(Tokenizer(), None, "auto", "auto") == choose(Tokenizer(), None, None, None)
+    with pytest.raises(
+        ValueError, match=r"--tool-call-parser auto: the chat template does not tell .* hermes, .* or none"
+    ):
+        choose(Tokenizer(), "nothing", "auto", None)
+    with pytest.raises(
+        ValueError, match=r"--reasoning-parser auto: the chat template does not tell .* qwen3, .* or none"
+    ):
+        choose(Tokenizer(), "nothing", None, "auto")
+    with pytest.raises(ValueError, match="--tool-call-parser auto: there is no chat template"):
+        choose(None, None, "auto", None)
