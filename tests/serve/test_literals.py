@@ -71,6 +71,8 @@ def test_strings_are_read_as_python_reads_them(text):
         ("'\\d\\/'", '"\\\\d/"'),
         ('"\\ud83d\\ude00"', '"😀"'),
         ('"\\ud83d"', '"\ufffd"'),
+        ("'a' \"b\"", '"ab"'),
+        ('"""one\n\'two\'"""', "\"one\\n'two'\""),
         *((text, None) for text in ("", " ", "05", "NaN", "1 2", "[1", "1]", "{1}", "f(1)", "b'a'", "1_0", "Truest")),
         ("[" * 64 + "]" * 64, "[" * 64 + "]" * 64),
         ("[" * 65 + "]" * 65, None),

@@ -68,7 +68,11 @@ class _Literal:
             return self._items(token, depth)
         self._next()
         if kind == "string":
-            return quoted(_unescaped(token))
+            parts = [token]
+            while self._kind == "string":  # as in Python; between three quotes there is one, and two empty ones
+                parts.append(self._token)
+                self._next()
+            return quoted("".join(map(_unescaped, parts)))
         if kind == "number":
             return _number(token)
         if kind == "word" and token.lower() in _WORDS:
