@@ -495,6 +495,14 @@ def test_a_string_between_tags_is_sent_as_it_comes():
     assert read_all([*head, *more]).calls == [ToolCall("add", '{"a": "It is \\"so\\nand"')]
 
 
+@pytest.mark.parametrize(
+    ("written", "name"), [("functions.add:12", "add"), ("add", "add"), (" a:b ", "a:b"), ("functions.a:b:0", "a:b")]
+)
+def test_names_of_kimi(written, name):
+    text = kimi([("add", "{}")]).replace("functions.add:0", written)
+    assert read(reader("kimi_k2"), text) == ParsedAnswer(calls=[ToolCall(name, "{}")])
+
+
 def test_calls_end_a_thought_of_kimi():
     answer = read(reader("kimi_k2", "kimi_k2"), f"<think>I need it. {kimi(CALLS)}")
     assert answer == ParsedAnswer("I need it.", "", [ToolCall(*call) for call in CALLS])
