@@ -206,7 +206,7 @@ tritonllm/serve/engines/room.py
 
 call-without-an-end: serve tests/serve/test_parsing.py
 tritonllm/serve/parsing/tools.py
-- yield from text.drop(end, start)  # a brace too many, for instance
+- yield from text.drop(end, *ends)  # a brace too many, for instance
 + yield from text.drop(end)
 
 choices-of-several-prompts: serve tests/serve/test_openai_client.py

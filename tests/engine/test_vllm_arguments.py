@@ -142,6 +142,7 @@ def test_the_backend_of_structured_outputs_as_vllm_has_it(config):
         ({"disable_any_whitespace": True}, "structured_outputs_config.disable_any_whitespace=True: .* of each request"),
         ({"disable_additional_properties": True}, "disable_additional_properties=True: .*into the schema"),
         ({"reasoning_parser": "qwen3"}, "structured_outputs_config.reasoning_parser='qwen3': .*--reasoning-parser"),
+        ({"reasoning_parser_plugin": "own.py"}, "reasoning_parser_plugin='own.py': .*--reasoning-parser-plugin"),
         ({"enable_in_reasoning": True}, "structured_outputs_config.enable_in_reasoning=True"),
         ("{", "structured_outputs_config is no JSON"),
         ("[]", "structured_outputs_config must be a dict"),

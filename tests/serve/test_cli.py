@@ -19,6 +19,7 @@ from tritonllm.serve.api.template import read_template
         (["--api-server-count", "0"], "--api-server-count must be"),
         (["--tool-call-parser", "x"], "--tool-call-parser must be one of hermes"),
         (["--reasoning-parser", "x"], "--reasoning-parser must be one of qwen3"),
+        (["--tool-parser-plugin", "none.py"], "--tool-parser-plugin must be a Python file"),
         (["--max-queue", "-1"], "--max-queue must be"),
         (["--api-key", ""], "--api-key must not be empty"),
         (["--served-model-name", ""], "--served-model-name must not be empty"),

@@ -48,6 +48,8 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     group.add_argument("--chat-template", metavar="FILE", help="a Jinja template instead of the tokenizer's")
     group.add_argument("--tool-call-parser", metavar="NAME", help="as in tritonllm serve")
     group.add_argument("--reasoning-parser", metavar="NAME", help="as in tritonllm serve")
+    group.add_argument("--tool-parser-plugin", metavar="FILE", help="as in tritonllm serve")
+    group.add_argument("--reasoning-parser-plugin", metavar="FILE", help="as in tritonllm serve")
     add_options(parser.add_argument_group("engine"), ENGINE | SEVERAL)
     return parser
 
@@ -123,6 +125,8 @@ def check(args: argparse.Namespace) -> tuple[EngineConfig, Any, int]:
         chat_template=template,
         tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,
+        tool_parser_plugin=args.tool_parser_plugin,
+        reasoning_parser_plugin=args.reasoning_parser_plugin,
         max_concurrency=max(at_once, 1),
         max_body_bytes=1 << 30,
     )

@@ -36,15 +36,17 @@ SERVER: dict[str, dict[str, Any]] = {
     "ssl-keyfile": {"metavar": "FILE", "help": "its key"},
     "tool-call-parser": {
         "metavar": "NAME",
-        "help": "how calls of tools are read: hermes, llama3_json, mistral, deepseek_v3, deepseek_v31, openai, or none "
-        "(default: by the chat template)",
+        "help": "how calls of tools are read, as hermes or qwen3_coder (docs/serving.md has all), none, or auto: by "
+        "the chat template, or do not start (default: by the chat template where that is clear)",
     },
+    "tool-parser-plugin": {"metavar": "FILE", "help": "Python file with parsers of your own, see docs/serving.md"},
     "enable-auto-tool-choice": {"action": "store_true", "help": "refuse to start if nothing can read calls of tools"},
     "reasoning-parser": {
         "metavar": "NAME",
-        "help": "how thoughts are read: qwen3, deepseek_r1, deepseek_v3, openai_gptoss, or none (default: by the chat "
-        "template)",
+        "help": "how thoughts are read, as qwen3 or glm45 (docs/serving.md has all), none, or auto: by the chat "
+        "template, or do not start (default: by the chat template where that is clear)",
     },
+    "reasoning-parser-plugin": {"metavar": "FILE", "help": "Python file with parsers of your own, see docs/serving.md"},
     "trust-request-chat-template": {
         "action": "store_true",
         "help": "a request may bring a chat template, which is a program",

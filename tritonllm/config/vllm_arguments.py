@@ -198,6 +198,7 @@ ADVICE = {
     "disable_additional_properties": "write additionalProperties: false into the schema",
     "disable_any_whitespace": "ask for it in the structured_outputs of each request",
     "reasoning_parser": "give it to the server: tritonllm serve --reasoning-parser",
+    "reasoning_parser_plugin": "give it to the server: tritonllm serve --reasoning-parser-plugin",
     "enable_in_reasoning": "a form holds behind the thought, or from the first token on",
     "whitespace_pattern": "leave it out, or use disable_any_whitespace",
     "tokenization_kwargs": "leave it out, use truncate_prompt_tokens, or pass token ids",

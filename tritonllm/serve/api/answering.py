@@ -24,7 +24,8 @@ from tritonllm.serve.api.replies import DONE, as_json, event
 from tritonllm.serve.engines.async_llm import AsyncLLM
 from tritonllm.serve.engines.room import QueueFullError, sequences_of
 from tritonllm.serve.engines.tokenizing import Params
-from tritonllm.serve.parsing.choose import TOOL_PARSERS, choose
+from tritonllm.serve.parsing.choose import choose
+from tritonllm.serve.parsing.formats import TOOL_PARSERS
 
 T = TypeVar("T")
 AT_ONCE = 8  # requests of bodies with several prompts that begin in one turn of the event loop
@@ -42,7 +43,8 @@ class Service:
         count_ignored: is told the name of each field of a request that changes nothing.
 
     Raises:
-        ValueError: a parser of the configuration is unknown, or there is none where one must be.
+        ValueError: a parser of the configuration is unknown, there is none where one must be, or the chat template
+            shall tell it and does not.
     """
 
     def __init__(
@@ -53,11 +55,12 @@ class Service:
         self.config = config
         self._pace = Pace(AT_ONCE)
         tokenizer = llm.inputs.tokenizer
-        self.formats = choose(tokenizer, config.chat_template, config.tool_call_parser, config.reasoning_parser)
+        own = config.own_parsers()
+        self.formats = choose(tokenizer, config.chat_template, config.tool_call_parser, config.reasoning_parser, own)
         if config.enable_auto_tool_choice and self.formats.tools is None:
             raise ValueError(
                 "--enable-auto-tool-choice: the chat template does not tell how this model writes calls: give "
-                f"--tool-call-parser, one of {', '.join(TOOL_PARSERS)}"
+                f"--tool-call-parser, one of {', '.join({**TOOL_PARSERS, **own.tools})}"
             )
 
     def accept(self, request: Request, body: Body) -> str:

@@ -57,10 +57,10 @@ class Blocks:
     """Puts the parts of an answer together as they come.
 
     Args:
-        new_call_id: makes the id of a call.
+        new_call_id: makes the id of a call of a function.
     """
 
-    new_call_id: Callable[[], str]
+    new_call_id: Callable[[str], str]
     all: list[Block] = field(default_factory=list)
     _open: bool = False
 
@@ -73,7 +73,7 @@ class Blocks:
         changes: list[Change] = []
         for piece in pieces:
             if isinstance(piece, ToolCallBegin):
-                changes += self._begin(Block("call", name=piece.name, call_id=self.new_call_id()))
+                changes += self._begin(Block("call", name=piece.name, call_id=self.new_call_id(piece.name)))
                 continue
             if isinstance(piece, Reasoning):
                 kind: Kind = "reasoning"

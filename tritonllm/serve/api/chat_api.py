@@ -87,7 +87,11 @@ def _message(answer: ParsedAnswer, turn: ChatTurn) -> dict[str, Any]:
     if answer.calls:
         message["content"] = answer.content or None
         message["tool_calls"] = [
-            {"id": turn.new_call_id(), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            {
+                "id": turn.new_call_id(call.name),
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
             for call in answer.calls
         ]
     return message
@@ -130,7 +134,7 @@ class _Deltas:
         return choice
 
 
-def delta(pieces: Sequence[Piece], new_call_id: Callable[[], str]) -> dict[str, Any]:
+def delta(pieces: Sequence[Piece], new_call_id: Callable[[str], str]) -> dict[str, Any]:
     """Pieces as one delta of a chat completion."""
     reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
     content = "".join(piece.text for piece in pieces if isinstance(piece, Content))
@@ -138,7 +142,8 @@ def delta(pieces: Sequence[Piece], new_call_id: Callable[[], str]) -> dict[str, 
     for piece in pieces:
         if isinstance(piece, ToolCallBegin):
             function = {"name": piece.name, "arguments": ""}
-            calls[piece.index] = {"index": piece.index, "id": new_call_id(), "type": "function", "function": function}
+            new = new_call_id(piece.name)
+            calls[piece.index] = {"index": piece.index, "id": new, "type": "function", "function": function}
         elif isinstance(piece, Arguments):
             call = calls.setdefault(piece.index, {"index": piece.index, "function": {"arguments": ""}})
             call["function"]["arguments"] += piece.text

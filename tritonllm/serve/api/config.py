@@ -9,6 +9,7 @@ from tritonllm.engine.text.chat import ChatOptions
 from tritonllm.http.guard import HEADER_TIMEOUT, MAX_HEADER_BYTES, MAX_HEADER_COUNT, HeadLimits
 from tritonllm.serve.engines.profiling import ProfilerConfig
 from tritonllm.serve.parsing.choose import check_names
+from tritonllm.serve.parsing.plugins import Plugins, load_plugins
 
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#*]+")
 
@@ -25,7 +26,9 @@ class ServerConfig:
         chat_template: a Jinja template to use instead of the tokenizer's.
         default_chat_template_kwargs: variables of the template for requests that do not bring these.
         tool_call_parser, reasoning_parser: how calls of tools and thoughts are read out of answers, by name; ``"none"``
-            leaves them in the text, ``None`` goes by the chat template.
+            leaves them in the text, ``None`` goes by the chat template where that is clear, ``"auto"`` insists on it.
+        tool_parser_plugin, reasoning_parser_plugin: Python files that have more parsers
+            (:func:`tritonllm.serve.parsing.plugins.load_plugins`).
         enable_auto_tool_choice: whether there must be a parser for calls.
         trust_request_chat_template: whether a request may bring its own template.
         strict_fields: whether a field of a request that changes nothing, unknown or not, is an error.
@@ -62,6 +65,8 @@ class ServerConfig:
     default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
+    tool_parser_plugin: str | None = None
+    reasoning_parser_plugin: str | None = None
     enable_auto_tool_choice: bool = False
     trust_request_chat_template: bool = False
     strict_fields: bool = False
@@ -99,7 +104,7 @@ class ServerConfig:
             ChatOptions(chat_template_kwargs=self.default_chat_template_kwargs)
         except ValueError as error:
             raise ValueError(f"--default-chat-template-kwargs: {error}") from error
-        check_names(self.tool_call_parser, self.reasoning_parser)
+        check_names(self.tool_call_parser, self.reasoning_parser, self.own_parsers())
         if not 0 <= self.port <= 65535:
             raise ValueError(f"--port must be from 0 to 65535, got {self.port}")
         least_one = (
@@ -132,3 +137,11 @@ class ServerConfig:
     @property
     def head_limits(self) -> HeadLimits:
         return HeadLimits(self.max_header_bytes, self.max_header_count, self.header_timeout)
+
+    def own_parsers(self) -> Plugins:
+        """The parsers of the plugins, whose files are run.
+
+        Raises:
+            ValueError: see :func:`~tritonllm.serve.parsing.plugins.load_plugins`.
+        """
+        return load_plugins(self.tool_parser_plugin, self.reasoning_parser_plugin)

@@ -5,6 +5,7 @@ import json
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 from fastapi import Request
@@ -40,7 +41,7 @@ class ChatTurn:
     Args:
         prompt, params: what to run.
         new_reader: makes a reader for one answer.
-        new_call_id: makes an id for a call, in the form that the model's template takes.
+        new_call_id: makes an id for a call of a function, in the form that the model's template takes.
         ends_with_calls: ``finish_reason`` is ``tool_calls`` if there are any.
         tokenizer: knows the bytes of tokens; ``None`` if there is none.
     """
@@ -48,7 +49,7 @@ class ChatTurn:
     prompt: Prompt
     params: SamplingParams | BeamSearchParams
     new_reader: Callable[[], AnswerReader]
-    new_call_id: Callable[[], str]
+    new_call_id: Callable[[str], str]
     ends_with_calls: bool
     tokenizer: Any = None
 
@@ -87,7 +88,7 @@ async def prepare(
     has_form = held is not None and not thinks
     if body.stop:
         may_hold = form is None or thinks
-        thought = formats.thought(prompt["prompt"], list(functions), has_form=has_form) if may_hold else None
+        thought = formats.thought(prompt["prompt"], functions, has_form=has_form) if may_hold else None
         more["stop_after_thought"] = _where_stops_count(body.stop_after_thought, thought, formats.reasoning is None)
     params: SamplingParams | BeamSearchParams
     if body.use_beam_search:
@@ -105,12 +106,12 @@ async def prepare(
             calls = SourceReader(required) if chosen is None else SourceReader(named, chosen)
             reader: AnswerReader = formats.thinking(prompt["prompt"], calls) if thinks else calls
         else:
-            reader = formats.reader(prompt["prompt"], list(functions), has_form=has_form)
+            reader = formats.reader(prompt["prompt"], functions, has_form=has_form)
         if body.allowed_tools() is not None:
             reader = Only(reader, functions)
         return FilteredReader(reader, _wanted(body))
 
-    ids = _nine_characters if formats.tools == "mistral" else _call_id
+    ids = _new_call_ids(formats.tools, body)
     ends_with_calls = body.named_tool() is None
     return ChatTurn(prompt, params, new_reader, ids, ends_with_calls, service.llm.inputs.tokenizer)
 
@@ -139,13 +140,16 @@ def _wanted(body: ChatRequest) -> Callable[[Piece], bool]:
     return keep
 
 
-def _call_id() -> str:
-    return f"call_{secrets.token_hex(12)}"
-
-
-def _nine_characters() -> str:
-    """What Mistral's templates insist on."""
-    return secrets.token_hex(5)[:9]
+def _new_call_ids(parser: str | None, body: ChatRequest) -> Callable[[str], str]:
+    """What makes ids: of nine characters, on which Mistral's templates insist, or with the function and the number of
+    the call in the conversation, which Kimi K2's show to the model."""
+    if parser == "mistral":
+        return lambda name: secrets.token_hex(5)[:9]
+    if parser == "kimi_k2":
+        calls = [message.get("tool_calls") for message in body.messages]
+        numbers = count(sum(len(some) for some in calls if isinstance(some, list)))
+        return lambda name: f"functions.{name}:{next(numbers)}"
+    return lambda name: f"call_{secrets.token_hex(12)}"
 
 
 def forced_form(body: ChatRequest, functions: Mapping[str, Schema]) -> StructuredOutputsParams | None:

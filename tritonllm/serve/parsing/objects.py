@@ -12,7 +12,6 @@ from tritonllm.serve.parsing.pieces import AnswerReader, Arguments, Piece, ToolC
 from tritonllm.serve.parsing.source import PieceSource, SourceReader, Steps
 
 DEEPEST = 64  # levels within the object; a parser that is recursive must not fail
-AT_ONCE = 1024  # characters; each token that is taken of a text costs a copy of the rest
 _CLOSE = {"{": "}", "[": "]"}
 _SCALAR_CHARACTER = re.compile(r"[^\s,:{}\[\]\"]")
 _SCALAR = re.compile(r"true|false|null|-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
@@ -43,8 +42,7 @@ class Objects:
         passed: list[Piece] = []
         for piece in pieces:
             if isinstance(piece, Arguments) and self._open is not None:
-                for begin in range(0, len(piece.text), AT_ONCE):
-                    passed += self._open.feed(piece.text[begin : begin + AT_ONCE])
+                passed += self._open.feed(piece.text)
                 continue
             passed += self._close()
             passed.append(piece)

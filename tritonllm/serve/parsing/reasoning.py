@@ -2,30 +2,66 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 from tritonllm.serve.parsing.pieces import Arguments, Content, Piece, Reasoning, ToolCallBegin
 from tritonllm.serve.parsing.source import PieceSource, Steps
 
-START, END = "<think>", "</think>"
 
-
-def think(text: PieceSource, inside: bool) -> Steps[None]:
-    """``<think>...</think>`` and then the answer: Qwen3, DeepSeek. Whitespace around both tags is nobody's.
+@dataclass(frozen=True, slots=True)
+class Thoughts:
+    """How a family of models writes a thought, before its answer.
 
     Args:
+        begin, end: the tags.
+        begins: whether an answer begins with a thought where the prompt has not ended it: templates leave the first tag
+            to the model, which may leave it out.
+        opened: texts with which the prompt may end, besides ``begin``, if it has begun the thought.
+        around: tags around the answer, which are no part of it.
+        calls: texts that begin calls and so end a thought, too.
+    """
+
+    begin: str = "<think>"
+    end: str = "</think>"
+    begins: bool = False
+    opened: tuple[str, ...] = ()
+    around: tuple[str, str] | None = None
+    calls: tuple[str, ...] = ()
+
+    def is_inside(self, prompt: str) -> bool:
+        """Whether the prompt has begun a thought."""
+        prompt = prompt.rstrip()
+        return not prompt.endswith(self.end) if self.begins else prompt.endswith((self.begin, *self.opened))
+
+
+def think(text: PieceSource, form: Thoughts, inside: bool) -> Steps[None]:
+    """A thought between tags and then the answer. Whitespace around the tags is nobody's.
+
+    Args:
+        form: the tags.
         inside: the thought has begun already, in the prompt.
     """
-    text.mark()
-    begun = yield from text.accept(START)
-    if not begun and not inside:
-        return
-    yield from text.skip()
-    rest, marker = yield from text.run(Reasoning, END)
-    if marker:
+    if inside or (yield from text.ahead(form.begin))[1]:
+        yield from text.accept(form.begin)
         yield from text.skip()
-    elif rest.strip():
-        yield Reasoning(rest)
+        rest, marker = yield from text.run(Reasoning, form.end, *form.calls)
+        if not marker and rest.strip():
+            yield Reasoning(rest)
+        elif marker == form.end:
+            yield from text.skip()
+        else:
+            text.text = marker + text.text
+    if form.around is None:
+        return
+    begin, end = form.around
+    if (yield from text.accept(begin)):
+        yield from text.skip()
+        rest, marker = yield from text.run(Content, end)
+        if marker:
+            yield from text.skip()
+        elif rest.strip():
+            yield Content(rest)
 
 
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")

@@ -15,6 +15,7 @@ Steps = Generator[Piece | None, None, T]
 _BRACKET = re.compile(r'["{}\[\]]')
 _IN_STRING = re.compile(r'["\\]')
 _SPACE = re.compile(r"\s*")
+AT_ONCE = 1024  # characters of a long text; each part that is taken of what is there costs a copy of the rest
 
 
 class PieceSource:
@@ -60,50 +61,76 @@ class PieceSource:
             if self.text or not (yield from self.more()):
                 return self.text[:1]
 
-    def accept(self, marker: str) -> Steps[bool]:
-        """Take the marker and the whitespace before it, if they come next; else take nothing."""
+    def ahead(self, *markers: str) -> Steps[tuple[int, str]]:
+        """Which of the markers comes next, ``""`` if none does, and how much whitespace is before it; takes nothing.
+
+        Of two where one begins with the other, the first that is named counts.
+        """
+        space = 0
         while True:
-            space = _SPACE.match(self.text).end()  # type: ignore[union-attr]
-            if self.text.startswith(marker, space):
-                self.take(space + len(marker))
-                return True
-            if not marker.startswith(self.text[space:]) or not (yield from self.more()):
-                return False
+            space = _SPACE.match(self.text, space).end()  # type: ignore[union-attr]
+            longest = max(map(len, markers))
+            rest = self.text[space : space + longest]
+            for marker in markers:
+                if rest.startswith(marker):
+                    return space, marker
+                if marker.startswith(rest) and (yield from self.more()):
+                    break
+            else:
+                return space, ""
+
+    def accept(self, *markers: str) -> Steps[str]:
+        """Take the marker and the whitespace before it, if one comes next, and return it; else take nothing."""
+        space, marker = yield from self.ahead(*markers)
+        self.take(space + len(marker) if marker else 0)
+        return marker
 
     def matching(self, pattern: "re.Pattern[str]") -> Steps[str]:
         """Take the characters that match the pattern, one by one."""
-        part = ""
+        parts: list[str] = []
         while True:
             end = next((i for i, c in enumerate(self.text) if not pattern.match(c)), len(self.text))
-            part += self.take(end)
+            parts.append(self.take(end))
             if self.text or not (yield from self.more()):
-                return part
+                return "".join(parts)
 
     def until(self, *markers: str) -> Steps[str | None]:
         """Take the text before a marker, and the marker; returns the text. ``None`` if none comes: all is taken."""
-        searched = 0
+        parts: list[str] = []
         while True:
-            found = _earliest(self.text, markers, searched)
+            found = _earliest(self.text, markers, 0)
+            parts.append(self.take(len(self.text) - _held(self.text, markers) if found is None else found[0]))
             if found is not None:
-                text = self.take(found[0])
                 self.take(len(found[1]))
-                return text
-            searched = max(0, len(self.text) - max(map(len, markers)))
+                return "".join(parts)
             if not (yield from self.more()):
                 self.take(len(self.text))
                 return None
 
-    def drop(self, end: str, *before: str) -> Steps[None]:
-        """Leave out the text up to the marker ``end``, and it, or up to one of ``before``."""
+    def drop(self, end: str, *before: str) -> Steps[str]:
+        """Leave out the text up to the marker ``end``, and it, or up to one of ``before``.
+
+        Returns:
+            Which of these came; ``""`` if none did.
+        """
         while True:
             found = _earliest(self.text, (end, *before), 0)
             if found is not None:
                 self.take(found[0] + (len(end) if found[1] == end else 0))
-                return
+                return found[1]
             self.take(len(self.text) - _held(self.text, (end, *before)))
             if not (yield from self.more()):
                 self.take(len(self.text))
-                return
+                return ""
+
+    def before(self, marker: str) -> tuple[str, bool]:
+        """Take what is there of the text before a marker, and the marker; returns the text and whether it came."""
+        found = self.text.find(marker)
+        if found < 0:
+            return self.take(len(self.text) - _held(self.text, (marker,))), False
+        text = self.take(found)
+        self.take(len(marker))
+        return text, True
 
     def run(
         self, piece: Callable[[str], Piece], *markers: str, trim: bool = True
@@ -115,16 +142,19 @@ class PieceSource:
         Returns:
             The whitespace before the marker, and the marker. The marker is ``""`` if none comes.
         """
+        space: list[str] = []
         while True:
             found = _earliest(self.text, markers, 0)
-            safe = len(self.text) - _held(self.text, markers) if found is None else found[0]
-            sure = len(self.text[:safe].rstrip()) if trim else safe
+            part = self.take(len(self.text) - _held(self.text, markers) if found is None else found[0])
+            sure = part.rstrip() if trim else part
             if sure:
-                yield piece(self.take(sure))
+                yield piece("".join(space) + sure)
+                space.clear()
+            space.append(part[len(sure) :])
             if found is not None:
-                return self.take(safe - sure), self.take(len(found[1]))
+                return "".join(space), self.take(len(found[1]))
             if not (yield from self.more()):
-                return self.take(len(self.text)), ""
+                return "".join(space) + self.take(len(self.text)), ""
 
     def rest(self, piece: Callable[[str], Piece]) -> Steps[None]:
         """Yield all text that comes."""
@@ -213,8 +243,11 @@ class SourceReader:
         yield from self._source.rest(Content)
 
     def feed(self, text: str) -> list[Piece]:
-        self._source.text += text
-        return self._advance()
+        pieces: list[Piece] = []
+        for begin in range(0, len(text), AT_ONCE):
+            self._source.text += text[begin : begin + AT_ONCE]
+            pieces += self._advance()
+        return pieces
 
     def finish(self) -> list[Piece]:
         self._source.ended = True

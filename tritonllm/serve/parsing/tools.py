@@ -7,6 +7,7 @@ What begins like a call and is none stays content, to the letter. A call whose t
 import json
 import re
 from collections.abc import Collection
+from dataclasses import dataclass
 from functools import partial
 
 from tritonllm.serve.parsing.pieces import Arguments, Content, ToolCallBegin
@@ -75,41 +76,68 @@ def _as_arguments(value: str) -> str:
     return decoded if decoded is not None else "{}" if value in ("null", "") else value
 
 
-def _content(text: PieceSource, start: str, calls: int) -> Steps[bool]:
-    """Yield what is said before the next calls begin; false if none do. Whitespace around calls is nobody's."""
-    space, marker = yield from text.run(Content, start)
+def content(text: PieceSource, calls: int, *starts: str) -> Steps[str]:
+    """Yield what is said before the next calls begin; returns what they begin with, ``""`` if none do. Whitespace
+    around calls is nobody's.
+
+    Args:
+        calls: how many calls there were already.
+        starts: the texts that calls may begin with.
+    """
+    space, marker = yield from text.run(Content, *starts)
     if not marker and space and (space.strip() or not calls):
         yield Content(space)
     text.mark(space + marker)
-    return bool(marker)
+    return marker
 
 
-def hermes(text: PieceSource) -> Steps[None]:
-    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``: Hermes, Qwen2.5 and Qwen3."""
-    start, end, count = "<tool_call>", "</tool_call>", 0
-    while (yield from _content(text, start, count)):
-        if (yield from call_object(text, count)):
-            count += 1
-            yield from text.drop(end, start)  # a brace too many, for instance
-        else:
+def _objects(text: PieceSource, count: int) -> Steps[int]:
+    """A call as a JSON object, or a list of such; returns the number of all calls then."""
+    listed = (yield from text.skip()) == "["
+    text.take(int(listed))
+    while (yield from text.skip("," if listed else "")) == "{" and (yield from call_object(text, count)):
+        count += 1
+        text.mark()
+        if not listed:
+            return count
+    if listed and text.text[:1] == "]":
+        text.take(1)
+    return count
+
+
+def tagged(text: PieceSource, *tags: tuple[str, str]) -> Steps[None]:
+    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` and the like, or a list of such objects between the
+    tags: Hermes, Qwen2.5, Qwen3, ERNIE, Granite, Hunyuan, Phi.
+
+    Args:
+        tags: pairs of tags around calls; where the second is ``""``, the JSON ends them.
+    """
+    ends, count = dict(tags), 0
+    while start := (yield from content(text, count, *ends)):
+        before, end = count, ends[start]
+        count = yield from _objects(text, count)
+        if count == before:
             yield Content(text.taken)
+        elif end:
+            yield from text.drop(end, *ends)  # a brace too many, for instance
 
 
-def llama3_json(text: PieceSource, known: Collection[str]) -> Steps[None]:
+def llama3_json(text: PieceSource, known: Collection[str], *tags: str) -> Steps[None]:
     """An answer that is nothing but ``{"name": ..., "parameters": {...}}``, or several with ``;`` between: Llama 3.
 
     Args:
         known: the tools; only their names make a JSON object a call.
+        tags: texts that the answer may begin with, and that are no part of it.
     """
     count = 0
     text.mark()
-    yield from text.accept("<|python_tag|>")
+    tag = yield from text.accept(*tags)
     while (yield from text.skip(";" if count else "")) == "{":
         if not (yield from call_object(text, count, known)):
             break
         count += 1
         text.mark()
-    said = text.taken.replace("<|python_tag|>", "", 1)
+    said = text.taken.replace(tag, "", 1)
     if said and not (count and not said.strip("; \t\r\n")):
         yield Content(said)
     yield from text.rest(Content)
@@ -119,15 +147,10 @@ def mistral(text: PieceSource) -> Steps[None]:
     """``[TOOL_CALLS]`` with a list of objects, or with ``name{...}``, ``name[ARGS]{...}`` and
     ``name[CALL_ID]id[ARGS]{...}``: Mistral's tokenizers before version 11, of 11, and later ones."""
     count = 0
-    while (yield from _content(text, "[TOOL_CALLS]", count)):
+    while (yield from content(text, count, "[TOOL_CALLS]")):
         before = count
         if (yield from text.skip()) == "[":
-            text.take(1)
-            while (yield from text.skip(",")) == "{" and (yield from call_object(text, count)):
-                count += 1
-                text.mark()
-            if text.text[:1] == "]":
-                text.take(1)
+            count = yield from _objects(text, count)
         else:
             name = yield from text.matching(_NAME)
             if (yield from text.accept("[CALL_ID]")):
@@ -141,15 +164,42 @@ def mistral(text: PieceSource) -> Steps[None]:
             yield Content(text.taken)
 
 
-def deepseek(text: PieceSource) -> Steps[None]:
-    """Calls between ``<｜tool▁calls▁begin｜>`` and its end, each ``function<｜tool▁sep｜>name`` and a block of JSON
-    (DeepSeek-V3, R1), or ``name<｜tool▁sep｜>{...}`` (V3.1)."""
-    begin, separator, end = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
-    last, count = "<｜tool▁calls▁end｜>", 0
-    while (yield from _content(text, "<｜tool▁calls▁begin｜>", count)):
+@dataclass(frozen=True, slots=True)
+class CallSection:
+    """The markers of a format in which a section holds calls, each a name and a JSON object.
+
+    Args:
+        section: the marks around the section.
+        call: the marks around a call.
+        separator: the mark between name and arguments.
+    """
+
+    section: tuple[str, str]
+    call: tuple[str, str]
+    separator: str
+
+
+DEEPSEEK = CallSection(
+    section=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    call=("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
+    separator="<｜tool▁sep｜>",
+)
+KIMI_K2 = CallSection(
+    section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    call=("<|tool_call_begin|>", "<|tool_call_end|>"),
+    separator="<|tool_call_argument_begin|>",
+)
+
+
+def section(text: PieceSource, form: CallSection) -> Steps[None]:
+    """A section of calls. A name may be ``functions.name:3`` (Kimi K2); or it is ``function``, and the name and a block
+    of JSON follow (DeepSeek-V3, R1)."""
+    (begin, end), (start, last) = form.call, form.section
+    count = 0
+    while (yield from content(text, count, start)):
         before = count
         while (yield from text.accept(begin)):
-            name = ((yield from text.until(separator)) or "").strip()
+            name = _without_number(((yield from text.until(form.separator)) or "").strip())
             if (yield from text.skip()) != "{":
                 name = yield from text.matching(_NAME)
                 yield from text.accept("```json")
@@ -163,6 +213,11 @@ def deepseek(text: PieceSource) -> Steps[None]:
         yield from text.accept(last)
         if count == before:
             yield Content(text.taken)
+
+
+def _without_number(name: str) -> str:
+    front, colon, number = name.rpartition(":")
+    return (front if colon and number.isdecimal() else name).removeprefix("functions.")
 
 
 def required(text: PieceSource) -> Steps[None]:

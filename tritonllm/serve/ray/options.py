@@ -21,6 +21,8 @@ from tritonllm.serve.engines.async_llm import MAX_QUEUE
 SERVER = (
     "tool_call_parser",
     "reasoning_parser",
+    "tool_parser_plugin",
+    "reasoning_parser_plugin",
     "enable_auto_tool_choice",
     "trust_request_chat_template",
     "strict_fields",
