@@ -1,6 +1,6 @@
 """What checkpoints call the decoder's weights: names as data, and the map from them to :class:`Slot`."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from tritonllm.layers.attention import AttentionSpec
@@ -25,6 +25,8 @@ class WeightNames:
         norm_weights_minus_one: whether these norms' weights are stored minus 1 (Nemotron).
         qkv: three projections, or one that holds all of them.
         qkv_by_group: whether the one projection has the queries, the key and the value of a key head together.
+        qkv_order: another order of its heads: from the numbers of heads and of key heads, where each head of the tensor
+            goes among queries, keys and values (CodeGen).
         qk_norm_by_head: ``q_norm`` and ``k_norm`` have a tensor for each head, under ``norms.{}``.
         up: gate and up, or one projection that holds both, or the only one of an MLP without a gate.
         transposed: whether weights of the blocks' projections are ``[in, out]``.
@@ -51,6 +53,7 @@ class WeightNames:
     norm_weights_minus_one: bool = False
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     qkv_by_group: bool = False
+    qkv_order: Callable[[int, int], tuple[int, ...]] | None = None
     o: str = "self_attn.o_proj"
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
@@ -179,6 +182,7 @@ def _attention(hidden: int, spec: AttentionSpec, names: WeightNames, theirs: str
     if len(names.qkv) == 1:
         rows = [sum(rows)]
     order = _order_by_group(heads, kv_heads) if names.qkv_by_group else None
+    order = order if names.qkv_order is None else names.qkv_order(heads, kv_heads)
     start = 0
     for name, count in zip(names.qkv, rows, strict=True):
         yield from _linear(

@@ -19,11 +19,15 @@ from tritonllm.models.families import (
     experts,
     gemma,
     gpt,
+    gpt_neo,
+    granite,
     hunyuan,
     internlm,
     llama,
+    ministral,
     nemotron,
     olmo,
+    starcoder,
 )
 from tritonllm.models.families.common import Family
 from tritonllm.models.families.heads import BY_SUFFIX, FamilyHead
@@ -32,7 +36,8 @@ from tritonllm.models.spec import ModelSpec
 
 Config = Mapping[str, Any]
 
-_FILES = (llama, olmo, exaone, internlm, gemma, nemotron, gpt, alibi, experts, ernie, hunyuan, bert)
+_DENSE = (llama, ministral, granite, olmo, exaone, internlm, gemma, nemotron, gpt, gpt_neo, starcoder, alibi)
+_FILES = (*_DENSE, experts, ernie, hunyuan, bert)
 FAMILIES: dict[str, Family] = {name: family for file in _FILES for name, family in file.FAMILIES.items()}
 _ALIASES = {alias: name for name, family in FAMILIES.items() for alias in family.aliases}
 _GENERATES = ("ForCausalLM", "LMHeadModel")  # ends of their names
