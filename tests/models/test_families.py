@@ -241,7 +241,7 @@ def test_yarn_reaches_further_than_it_was_trained():
     [
         (
             {"architectures": ["MambaForCausalLM"]},
-            "architecture MambaForCausalLM is not supported; supported: ArceeForCausalLM, BertModel, B",
+            r"architecture MambaForCausalLM is not supported; supported: \w+, \w+",
         ),
         ({"model_type": "mamba"}, "architecture mamba is not supported"),
         ({}, "architecture None is not supported"),

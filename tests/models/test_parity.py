@@ -121,6 +121,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True, "ffn_hidden_size": 88},
     ),
     "arcee-biases": ("arcee", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "apertus-plain-activation": ("apertus", {"hidden_act": "gelu", "attention_bias": True, "num_key_value_heads": 1}),
     "persimmon-no-norm": ("persimmon", {"qk_layernorm": False, "partial_rotary_factor": 1.0, "hidden_act": "gelu"}),
     "gemma-early-file": ("gemma", {"hidden_act": "gelu", "attention_bias": True, "num_key_value_heads": 1}),
     "helium-biases": ("helium", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),

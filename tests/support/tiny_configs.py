@@ -22,6 +22,14 @@ _SMALL: dict[str, Any] = {
     "torch_dtype": "float32",
 }
 _YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32.0, "beta_slow": 1.0}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 16.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 32,
+}
 _ALPHA = {
     "type": "dynamic",
     "alpha": 1000.0,
@@ -158,6 +166,13 @@ _EXTRA: dict[str, dict[str, Any]] = {
         "alibi": False,
         "tie_word_embeddings": True,
     },
+    "apertus": {"head_dim": 16, "hidden_act": "xielu", "attention_bias": False, "rope_scaling": _LLAMA3},
+    "apertus1p5_text": {
+        "hidden_act": "xielu",
+        "attention_bias": False,
+        "num_key_value_heads": 4,
+        "rope_scaling": _LLAMA3,
+    },
     "arcee": {"hidden_act": "relu2", "attention_bias": False, "mlp_bias": False},
     "jais2": {"hidden_act": "relu2", "layer_norm_eps": 1e-5, "attention_bias": True, "mlp_bias": True},
     "persimmon": {
@@ -203,14 +218,7 @@ _EXTRA: dict[str, dict[str, Any]] = {
     "cwm": {
         "head_dim": 24,
         "sliding_window": 7,
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "rope_theta": 10000.0,
-            "factor": 16.0,
-            "high_freq_factor": 4.0,
-            "low_freq_factor": 1.0,
-            "original_max_position_embeddings": 32,
-        },
+        "rope_scaling": _LLAMA3,
     },
     "granite_swa": {
         "attention_bias": False,

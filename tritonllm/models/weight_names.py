@@ -29,6 +29,7 @@ class WeightNames:
             goes among queries, keys and values (CodeGen).
         qk_norm_by_head: ``q_norm`` and ``k_norm`` have a tensor for each head, under ``norms.{}``.
         up: gate and up, or one projection that holds both, or the only one of an MLP without a gate.
+        xielu: the activation's module, of an MLP whose activation has parameters (Apertus).
         transposed: whether weights of the blocks' projections are ``[in, out]``.
         correction_bias_is_row: whether the tensor of the correction bias is ``[1, experts]`` (ERNIE 4.5).
         expert_up, expert_down: names of projections within one expert.
@@ -60,6 +61,7 @@ class WeightNames:
     qk_norm_by_head: bool = False
     sinks: str = "self_attn.sinks"
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    xielu: str = ""
     down: str = "mlp.down_proj"
     transposed: bool = False
     router: str = "mlp.gate"
@@ -90,6 +92,8 @@ def weight_map(spec: ModelSpec, names: WeightNames) -> dict[str, Slot]:
         if isinstance(layer.mlp, MLPSpec):
             up, down = tuple(theirs + name for name in names.up), theirs + names.down
             entries += _mlp(spec.hidden_size, layer.mlp, up, down, f"{ours}.mlp", transposed=names.transposed)
+            if layer.mlp.activation == "xielu":
+                entries += _xielu(f"{theirs}{names.xielu}", f"{ours}.mlp.act.weight")
         else:
             entries += _moe(spec.hidden_size, layer.mlp, names, theirs, f"{ours}.mlp")
     return dict(entries)
@@ -234,6 +238,11 @@ def _mlp(
     for i, name in enumerate(up):
         yield from _linear(name, f"{ours}.up", rows, hidden, bias=spec.bias, start=i * rows, transposed=transposed)
     yield from _linear(down, f"{ours}.down", hidden, inner, bias=spec.bias, transposed=transposed)
+
+
+def _xielu(theirs: str, ours: str) -> Iterator[Entry]:
+    for start, (name, shape) in enumerate((("alpha_p", (1,)), ("alpha_n", (1,)), ("beta", ()), ("eps", ()))):
+        yield f"{theirs}.{name}", Slot(parameter=ours, shape=shape, start=start)
 
 
 def _moe(hidden: int, spec: MoESpec, names: WeightNames, theirs: str, ours: str) -> Iterator[Entry]:

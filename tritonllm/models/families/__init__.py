@@ -13,6 +13,7 @@ from tritonllm.models import text_part, weight_names
 from tritonllm.models.config_reader import ConfigReader
 from tritonllm.models.families import (
     alibi,
+    apertus,
     bert,
     ernie,
     exaone,
@@ -36,7 +37,7 @@ from tritonllm.models.spec import ModelSpec
 
 Config = Mapping[str, Any]
 
-_DENSE = (llama, ministral, granite, olmo, exaone, internlm, gemma, nemotron, gpt, gpt_neo, starcoder, alibi)
+_DENSE = (llama, ministral, granite, apertus, olmo, exaone, internlm, gemma, nemotron, gpt, gpt_neo, starcoder, alibi)
 _FILES = (*_DENSE, experts, ernie, hunyuan, bert)
 FAMILIES: dict[str, Family] = {name: family for file in _FILES for name, family in file.FAMILIES.items()}
 _ALIASES = {alias: name for name, family in FAMILIES.items() for alias in family.aliases}
@@ -64,6 +65,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logit_scale": (None, 1, 1.0),
     "embedding_multiplier": (None, 1, 1.0),
     "residual_multiplier": (None, 1, 1.0),
+    "output_vocab_size": (None,),
     "num_experts": (None, 0),
     "num_local_experts": (None, 0),
 }
