@@ -46,8 +46,8 @@ def _gpt_neo(config: ConfigReader) -> dict[str, Any]:
 def _gpt_neo_kinds(config: ConfigReader) -> list[str]:
     """Whether a layer is ``local`` or ``global``: ``attention_layers``, or ``attention_types``, lists of kinds with how
     often each list comes."""
-    kinds, types = config.get("attention_layers"), config.get("attention_types")
-    count = config.size("num_hidden_layers")
+    kinds, count = config.get("attention_layers"), config.size("num_hidden_layers")
+    types: Any = config.get("attention_types")
     try:
         kinds = kinds or [kind for some, times in types for _ in range(times) for kind in some]
     except (TypeError, ValueError) as error:
