@@ -10,7 +10,7 @@ import torch
 from support.checkout import environment
 from support.engines import tiny_checkpoint
 from support.real_configs import QWEN3_0_6B
-from support.tiny_models import tiny_config
+from support.tiny_configs import WITHOUT_FAMILY, tiny_config
 from support.waiting import PATIENCE
 from triton import knobs
 from triton.runtime import cache
@@ -98,7 +98,7 @@ def test_without_a_gpu_it_needs_a_target(found, capsys, monkeypatch):
 
 
 def test_models_that_run_through_transformers_have_no_list(found, capsys, tmp_path):
-    config = tiny_config("llama") | {"architectures": ["OlmoForCausalLM"], "model_type": "olmo"}
+    config = tiny_config("llama") | {"architectures": ["BitNetForCausalLM"], "model_type": WITHOUT_FAMILY}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert main(["precompile", str(tmp_path), "--target", "sm_90"]) == 1
     assert "runs through transformers" in capsys.readouterr().err

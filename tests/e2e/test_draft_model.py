@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 import torch
 from support.engines import greedy, similar_checkpoint, tiny_checkpoint, tiny_llm, token_ids
-from support.tiny_configs import ALL_FAMILIES, tiny_config
+from support.tiny_configs import ALL_FAMILIES, WINDOWED_WITHOUT_FAMILY, tiny_config
 from support.tiny_models import random_tokens, write_checkpoint
 from support.tiny_tokenizer import VOCAB_SIZE
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -132,8 +132,8 @@ def test_noise_is_shared():
 def test_a_draft_for_a_model_of_transformers(tmp_path):
     torch.manual_seed(0)
     sizes = {"vocab_size": 101, "hidden_size": 64, "intermediate_size": 88, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 9, "max_position_embeddings": 256}
-    config = AutoConfig.for_model("starcoder2", **sizes, **heads)
+    heads = {"num_attention_heads": 4, "local_attention": 18, "max_position_embeddings": 256, "pad_token_id": 0}
+    config = AutoConfig.for_model(WINDOWED_WITHOUT_FAMILY, **sizes, **heads)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     (tmp_path / "draft").mkdir()
     write_checkpoint(tmp_path / "draft", tiny_config("llama", vocab_size=101))
@@ -143,7 +143,7 @@ def test_a_draft_for_a_model_of_transformers(tmp_path):
     llm = drafted(tmp_path / "model", tmp_path / "draft", **options)
     assert token_ids(llm.generate(prompts, greedy(20))) == expected
     assert llm.engine.stats.num_draft_tokens > 20
-    with pytest.raises(ValueError, match=r"Starcoder2ForCausalLM cannot draft; take a model .* has a family"):
+    with pytest.raises(ValueError, match=r"ModernBertDecoderForCausalLM cannot draft; take a model .* has a family"):
         drafted(tmp_path / "draft", tmp_path / "model", **options)
 
 

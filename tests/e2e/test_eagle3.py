@@ -33,7 +33,7 @@ from support.eagle_heads import (
 )
 from support.engines import greedy, tiny_checkpoint, tiny_llm, token_ids
 from support.fusion import set_fusion
-from support.tiny_models import tiny_config
+from support.tiny_configs import WITHOUT_FAMILY, tiny_config
 from support.tiny_tokenizer import VOCAB_SIZE
 
 from tritonllm import LLM, SamplingParams
@@ -246,7 +246,11 @@ def test_heads_that_do_not_fit_are_named(tmp_path, case):
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("llama", {"architectures": ["OlmoForCausalLM"], "model_type": "olmo"}, "which must have a family here"),
+        (
+            "llama",
+            {"architectures": ["BitNetForCausalLM"], "model_type": WITHOUT_FAMILY},
+            "which must have a family here",
+        ),
         ("opt", {"do_layer_norm_before": False, "_remove_final_layer_norm": True}, "has with norms only"),
     ],
 )

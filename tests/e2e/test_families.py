@@ -44,7 +44,7 @@ def test_family(tmp_path, family):
 
 
 OTHERS = {
-    "starcoder2": "Starcoder2ForCausalLM is not a native family",
+    "bitnet": "BitNetForCausalLM is not a native family",
     # computed as an architecture that has a family, but with files of their own
     "exaone": "LlamaForCausalLM of model_type='exaone' is not a native family",
     "sarvam_moe": "Glm4MoeForCausalLM of model_type='sarvam_moe' is not a native family",

@@ -9,10 +9,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.engines import greedy, tiny_checkpoint, tiny_llm, token_ids
+from support.tiny_configs import WITHOUT_FAMILY
 from support.tiny_models import random_tokens
 from support.tiny_tokenizer import VOCAB_SIZE
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tritonllm import LLM, PoolingParams
 
@@ -244,12 +245,12 @@ def test_sentence_transformers_files_decide(tmp_path):
 
 def test_models_that_run_through_transformers(tmp_path):
     """The fallback decoder pools, too."""
-    from transformers import Starcoder2Config, Starcoder2ForCausalLM
 
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = Starcoder2Config(vocab_size=101, num_key_value_heads=2, max_position_embeddings=128, **sizes)
+    sizes |= {"vocab_size": 101, "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": None}
+    config = AutoConfig.for_model(WITHOUT_FAMILY, **sizes)
     torch.manual_seed(0)
-    Starcoder2ForCausalLM(config).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     prompts = [[token % 101 for token in prompt] for prompt in PROMPTS]
     llm = tiny_llm(tmp_path, skip_tokenizer_init=True, pooler_config={"pooling_type": "MEAN"})
     expected = [F.normalize(hidden_states(prompt, tmp_path).mean(0), dim=-1) for prompt in prompts]

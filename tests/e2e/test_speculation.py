@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engines import greedy, similar_checkpoint, tiny_checkpoint, tiny_llm, token_ids
 from support.examples import examples
-from support.tiny_configs import ALL_FAMILIES
+from support.tiny_configs import ALL_FAMILIES, WINDOWED_WITHOUT_FAMILY
 from support.tiny_models import random_tokens
 from support.tiny_tokenizer import VOCAB_SIZE
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -103,8 +103,8 @@ def test_a_model_of_transformers(tmp_path):
     """Whose attention reads a window, and which knows of no drafts."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 101, "hidden_size": 64, "intermediate_size": 88, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 9, "max_position_embeddings": 256}
-    config = AutoConfig.for_model("starcoder2", **sizes, **heads)
+    heads = {"num_attention_heads": 4, "local_attention": 18, "max_position_embeddings": 256, "pad_token_id": 0}
+    config = AutoConfig.for_model(WINDOWED_WITHOUT_FAMILY, **sizes, **heads)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     prompts = [[*range(3, 21)], [9], [5, 6] * 4]
     options = {"max_model_len": 128, "skip_tokenizer_init": True}

@@ -1,4 +1,5 @@
 import copy
+import math
 
 import pytest
 import torch
@@ -6,6 +7,7 @@ from support.real_configs import LLAMA_3_1_8B, QWEN3_0_6B
 from support.tiny_models import ALL_FAMILIES, NOT_IN_TRANSFORMERS, reference_config, tiny_config
 from transformers import AutoConfig
 
+from tritonllm.layers.attention import QueryGrowth
 from tritonllm.layers.mlp import MLPSpec
 from tritonllm.layers.moe import MoESpec
 from tritonllm.layers.rope import RopeSpec
@@ -95,6 +97,7 @@ def test_transformers_5_spelling():
 # What a configuration must say; the rest has defaults.
 NEEDED = {
     *("architectures", "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
+    *("attention_types", "num_layers", "num_heads"),
     *("intermediate_size", "d_model", "n_layers", "n_heads", "n_embd", "n_layer", "n_head", "ffn_dim"),
 }
 
@@ -103,11 +106,15 @@ NEEDED = {
 def test_fields_left_out(family):
     """What the configuration class of transformers has a default for takes that default."""
     config = tiny_config(family, num_attention_heads=32, hidden_size=512)
-    if family in ("gpt2", "gptj"):  # GPT-J rotates 64 elements of a head
-        width = 512 if family == "gpt2" else 2048
+    if "n_embd" in config:  # GPT-J and CodeGen rotate 64 elements of a head
+        width = 2048 if family in ("gptj", "codegen") else 512
         config |= {"n_head": 32, "n_embd": width, "hidden_size": width}
     if family == "mpt":
         config |= {"n_heads": 32, "d_model": 512}
+    if family == "helium":  # 20 key heads
+        config["num_attention_heads"] = 20
+    if family == "gpt_neo":
+        config["num_heads"] = 32
     config = {key: value for key, value in config.items() if key in NEEDED}
     theirs = AutoConfig.for_model(family, **{key: value for key, value in config.items() if key != "model_type"})
     assert spec_from_config(config) == spec_from_config({**theirs.to_dict(), "architectures": config["architectures"]})
@@ -234,7 +241,7 @@ def test_yarn_reaches_further_than_it_was_trained():
     [
         (
             {"architectures": ["MambaForCausalLM"]},
-            "architecture MambaForCausalLM is not supported; supported: BertModel, BloomFor",
+            r"architecture MambaForCausalLM is not supported; supported: \w+, \w+",
         ),
         ({"model_type": "mamba"}, "architecture mamba is not supported"),
         ({}, "architecture None is not supported"),
@@ -312,6 +319,17 @@ def test_bad_sizes(name, value):
         ("hunyuan_v1_moe", {"moe_layer_num_skipped": 1}, "moe_layer_num_skipped=1 is not supported"),
         ("smollm3", {"no_rope_layers": [1, 2, 1]}, "no_rope_layers must be a list of 0 or 1 for each of 3 layers"),
         ("minicpm", {"sparse_config": {"kernel_size": 32}}, "sparse_config=.* is not supported"),
+        ("gpt_neo", {"attention_types": 3}, "attention_types must be pairs of a list and a number, got 3"),
+        ("gpt_neo", {"attention_types": [[["global"], 2]]}, "attention_types must be global or local for"),
+        ("gpt_neo", {"attention_types": [[["sparse"], 3]]}, "attention_types must be global or local for"),
+        ("granite_swa", {"layer_rope_theta": [1e4, 0]}, "layer_rope_theta must be a list of 3 numbers, 0 for none"),
+        (
+            "ministral3",
+            {"rope_scaling": {"llama_4_scaling_beta": 0.1}},
+            "original_max_position_embeddings must be an int",
+        ),
+        ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported"),
+        ("gpt_bigcode", {"add_cross_attention": True}, "add_cross_attention=True is not supported"),
         ("llama", {"num_experts": 8}, "num_experts=8 is not supported"),
         ("qwen2", {"use_mrope": True}, "use_mrope=True is not supported"),
         ("qwen2", {"layer_types": ["full_attention"]}, "layer_types must be .* each of 3 layers"),
@@ -399,6 +417,22 @@ def test_axes_of_published_models():
     opt = spec_from_config(tiny_config("opt", do_layer_norm_before=False, word_embed_proj_dim=32))
     assert (opt.norm_position, opt.embedding_size, opt.learned_positions, opt.position_offset) == ("stream", 32, 258, 2)
     assert spec_from_config(tiny_config("falcon")).num_kv_heads == 1
+
+
+def test_queries_grow_only_where_they_can():
+    """What the first positions do not have costs nothing in a model that is served with short sequences."""
+    spec = spec_from_config(tiny_config("ministral3"))
+    assert [layer.attention.query_growth for layer in spec.layers] == [QueryGrowth(beta=0.7, length=10)] * 3
+    assert spec.up_to(11) == spec
+    assert {layer.attention.query_growth for layer in spec.up_to(10).layers} == {None}
+    factors = QueryGrowth(beta=0.5, length=4).factors(torch.tensor([0, 3, 4, 11]))
+    assert factors.tolist() == pytest.approx([1.0, 1.0, 1 + 0.5 * math.log(2), 1 + 0.5 * math.log(3)])
+
+
+def test_codegen_is_cut_in_four():
+    spec = spec_from_config(tiny_config("codegen", n_head=6, n_embd=96))
+    with pytest.raises(ValueError, match="n_head must be a multiple of 4, got 6"):
+        weight_map(spec)
 
 
 @pytest.mark.parametrize(

@@ -193,3 +193,12 @@ def test_parameter_shape():
     assert parameter_shape([slots_["experts.gate_up"]]) == (3, 4, 4)
     assert parameter_shape(slot for slot in slots_.values() if slot.expert is not None) == (3, 4, 4)
     assert parameter_shape([slots_["experts.0.gate"]]) == (1, 2, 4)
+
+
+def test_a_number_is_a_row_of_a_parameter():
+    """A tensor without dimensions, as the constants of Apertus' activation are."""
+    parameter, slot = torch.zeros(3), Slot(parameter="p", shape=(), start=1)
+    slot.write(parameter, torch.tensor(0.5))
+    assert parameter.tolist() == [0.0, 0.5, 0.0]
+    assert slot.read(parameter).shape == () and float(slot.read(parameter)) == 0.5
+    assert slot.own_shape == (1,) and slot.reach() == (2,)

@@ -280,6 +280,14 @@ def test_what_is_not_known_is_refused_by_name():
         spec_from_config(bad)
 
 
+@pytest.mark.parametrize("text", ["gemma", "gemma2"])
+def test_prompts_that_see_both_ways_are_not_taken(text):
+    """PaliGemma's text is that of a family, and its prompts are not computed as the family computes them."""
+    config = {"model_type": "paligemma", "text_config": tiny_config(text), "vision_config": {}}
+    assert not is_supported(config)
+    assert is_supported({**config, "model_type": "llava"})
+
+
 def test_the_engine_runs_it(llava, caplog):
     caplog.set_level("INFO", "tritonllm")
     llm = LLM(str(llava), skip_tokenizer_init=True, num_gpu_blocks_override=64, language_model_only=True, seed=0)

@@ -22,6 +22,14 @@ _SMALL: dict[str, Any] = {
     "torch_dtype": "float32",
 }
 _YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32.0, "beta_slow": 1.0}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 16.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 32,
+}
 _ALPHA = {
     "type": "dynamic",
     "alpha": 1000.0,
@@ -158,6 +166,130 @@ _EXTRA: dict[str, dict[str, Any]] = {
         "alibi": False,
         "tie_word_embeddings": True,
     },
+    "apertus": {"head_dim": 16, "hidden_act": "xielu", "attention_bias": False, "rope_scaling": _LLAMA3},
+    "apertus1p5_text": {
+        "hidden_act": "xielu",
+        "attention_bias": False,
+        "num_key_value_heads": 4,
+        "rope_scaling": _LLAMA3,
+    },
+    "arcee": {"hidden_act": "relu2", "attention_bias": False, "mlp_bias": False},
+    "jais2": {"hidden_act": "relu2", "layer_norm_eps": 1e-5, "attention_bias": True, "mlp_bias": True},
+    "persimmon": {
+        "hidden_act": "relu2",
+        "layer_norm_eps": 1e-5,
+        "partial_rotary_factor": 0.5,
+        "qk_layernorm": True,
+        "num_key_value_heads": 4,
+    },
+    "gemma": {"head_dim": 24, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
+    "vaultgemma": {
+        "head_dim": 16,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 20,
+        "sliding_window": 7,
+        "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 5.0,
+        "tie_word_embeddings": True,
+    },
+    "helium": {"head_dim": 16, "attention_bias": False, "mlp_bias": False},
+    "ministral": {
+        "head_dim": 24,
+        "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    # queries grow from the tenth token on
+    "ministral3": {
+        "head_dim": 24,
+        "sliding_window": None,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 10,
+            "max_position_embeddings": 160,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.7,
+        },
+    },
+    "cwm": {
+        "head_dim": 24,
+        "sliding_window": 7,
+        "rope_scaling": _LLAMA3,
+    },
+    "granite_swa": {
+        "attention_bias": False,
+        "mlp_bias": False,
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.3,
+        "logits_scaling": 8.0,
+        "sliding_window": 7,
+        "layer_rope_theta": [10000.0, 0, 500.0],
+    },
+    "hyperclovax": {
+        "head_dim": 16,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.3,
+        "logits_scaling": 0.125,
+        "use_post_norm": True,
+    },
+    "starcoder2": {
+        "norm_epsilon": 1e-5,
+        "hidden_act": "gelu_pytorch_tanh",
+        "use_bias": True,
+        "sliding_window": 7,
+        "tie_word_embeddings": True,
+    },
+    "gpt_bigcode": {
+        "n_embd": 64,
+        "n_layer": 3,
+        "n_head": 4,
+        "n_positions": 256,
+        "n_inner": None,
+        "multi_query": True,
+        "activation_function": "gelu_pytorch_tanh",
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": True,
+    },
+    "olmo": {"attention_bias": False, "clip_qkv": 1.5},
+    "gpt_neo": {
+        "num_layers": 3,
+        "num_heads": 4,
+        "attention_types": [[["global", "local"], 1], [["global"], 1]],
+        "window_size": 7,
+        "intermediate_size": None,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": True,
+    },
+    "codegen": {
+        "n_embd": 128,
+        "n_layer": 3,
+        "n_head": 8,
+        "n_positions": 256,
+        "n_inner": None,
+        "rotary_dim": 8,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+    },
+    # tied, it would repeat its last token with random weights
+    "openai-gpt": {
+        "n_embd": 64,
+        "n_layer": 3,
+        "n_head": 4,
+        "n_positions": 256,
+        "afn": "gelu",
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": False,
+    },
+    "biogpt": {"hidden_act": "gelu", "scale_embedding": True, "tie_word_embeddings": True},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "qwen2_moe": {
         "num_experts": 6,
@@ -217,12 +349,19 @@ _EXTRA: dict[str, dict[str, Any]] = {
     },
 }
 ALL_FAMILIES = sorted(_EXTRA)
+# Types that have no family, so transformers computes them with our attention; the second has windows.
+WITHOUT_FAMILY, WINDOWED_WITHOUT_FAMILY = "bitnet", "modernbert-decoder"
 NOT_IN_TRANSFORMERS = ("internlm2", "minicpm")
 # Fields of _SMALL under other names there; a configuration has one or the other.
 _OF_GPT2 = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings", "intermediate_size")
 _OWN_NAMES = {
     "gpt2": _OF_GPT2,
     "gptj": _OF_GPT2,
+    "gpt_bigcode": _OF_GPT2,
+    "gpt_neo": ("num_hidden_layers", "num_attention_heads"),
+    "codegen": _OF_GPT2,
+    "openai-gpt": (*_OF_GPT2, "hidden_act"),
+    "vaultgemma": ("hidden_act",),
     "bloom": ("max_position_embeddings", "intermediate_size"),
     "mpt": _OF_GPT2,
     "opt": ("intermediate_size",),

@@ -76,7 +76,7 @@ def reference_model(config: dict[str, Any], *, seed: int = 0) -> PreTrainedModel
     generator = torch.Generator().manual_seed(seed)
     for module in model.modules():
         # Gemma and Nemotron store their norms' weights as differences from 1
-        centre = 0.0 if type(module).__name__.startswith(("Gemma", "Nemotron")) else 1.0
+        centre = 0.0 if type(module).__name__.startswith(("Gemma", "VaultGemma", "Nemotron")) else 1.0
         is_norm = "Norm" in type(module).__name__
         for name, p in module.named_parameters(recurse=False):
             if is_norm and name == "weight":

@@ -15,7 +15,8 @@ from matplotlib.image import imread
 from rich.console import Console
 from support import forked_programs
 from support.engines import greedy, similar_checkpoint, tiny_checkpoint, tiny_llm, token_ids
-from support.tiny_models import ALL_FAMILIES, tiny_config, write_checkpoint
+from support.tiny_configs import ALL_FAMILIES, WITHOUT_FAMILY, tiny_config
+from support.tiny_models import write_checkpoint
 from support.waiting import PATIENCE
 
 from tritonllm import SamplingParams
@@ -189,9 +190,9 @@ def test_drafts_sampling_and_grammars():
     assert "tritonllm.sample_edited" in text
 
 
-@pytest.mark.filterwarnings("ignore:OlmoForCausalLM is not a native family")
+@pytest.mark.filterwarnings("ignore:BitNetForCausalLM is not a native family")
 def test_through_transformers(tmp_path):
-    write_checkpoint(tmp_path, {**tiny_config("llama"), "model_type": "olmo"}, config_style=5)
+    write_checkpoint(tmp_path, {**tiny_config("llama"), "model_type": WITHOUT_FAMILY}, config_style=5)
     llm = watched(checkpoint=tmp_path, skip_tokenizer_init=True, max_model_len=64)
     params = greedy(4, detokenize=False)
     expected = token_ids(llm.generate([PROMPT], params, use_tqdm=False))

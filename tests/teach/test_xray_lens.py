@@ -4,7 +4,7 @@ import pytest
 import torch
 from matplotlib.image import imread
 from support.compare import relative_error
-from support.tiny_configs import ALL_FAMILIES, NOT_IN_TRANSFORMERS
+from support.tiny_configs import ALL_FAMILIES, NOT_IN_TRANSFORMERS, WITHOUT_FAMILY
 from support.tiny_models import PagedRunner, PagedSequence, load_decoder, random_tokens, tiny_config, write_checkpoint
 
 from tritonllm.models.fallback import fallback_spec, load_fallback
@@ -31,9 +31,9 @@ def fallback(folder):
     )
 
 
-@pytest.mark.parametrize("family", [*ATTENTIONS, "olmo"])
+@pytest.mark.parametrize("family", [*ATTENTIONS, WITHOUT_FAMILY])
 def test_attention_is_that_of_transformers(family, tmp_path):
-    """Every layer and head, natively and (olmo) through transformers."""
+    """Every layer and head, natively and (BitNet) through transformers."""
     native = family in ALL_FAMILIES
     config = tiny_config(family) if native else {**tiny_config("llama"), "model_type": family}
     theirs = write_checkpoint(tmp_path, config, config_style=4 if native else 5)
@@ -66,7 +66,7 @@ def test_the_lens_of_the_last_layer_is_what_the_model_says(family, tmp_path):
         assert all(bool(guess.logits.isfinite().all()) for guess in guesses)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "granite", "gpt_neox", "olmo2", "opt", "cohere", "olmo"])
+@pytest.mark.parametrize("family", ["qwen3", "granite", "gpt_neox", "olmo2", "opt", "cohere", WITHOUT_FAMILY])
 def test_the_lens_of_a_layer_is_its_stream_through_norm_and_output(family, tmp_path):
     """Against the hidden states of transformers: sequential and parallel blocks, multipliers, norms behind blocks."""
     native = family in ALL_FAMILIES

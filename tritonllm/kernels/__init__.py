@@ -12,6 +12,7 @@ _HOME = {
     "silu_and_mul": "elementwise.activation",
     "gelu_and_mul": "elementwise.activation",
     "apply_activation": "elementwise.activation",
+    "xielu": "elementwise.xielu",
     "store_kv": "attention.kv_cache",
     "copy_blocks": "attention.kv_cache",
     "pack_blocks": "attention.packed_blocks",

@@ -30,6 +30,28 @@ from tritonllm.layers.rope import RopeSpec
 
 
 @dataclass(frozen=True, kw_only=True)
+class QueryGrowth:
+    """Queries that grow with their position ``p``, by a factor ``1 + beta * log(1 + floor(p / length))``.
+
+    Nakanishi, "Scalable-Softmax Is Superior for Attention" (2025), as Ministral 3 has it: none before ``length``.
+
+    Attributes:
+        beta: the strength.
+        length: positions of a step of it.
+    """
+
+    beta: float
+    length: int
+
+    def __post_init__(self) -> None:
+        at_least("length", self.length, 1)
+
+    def factors(self, positions: torch.Tensor) -> torch.Tensor:
+        """``positions[T]`` -> ``[T]`` float32."""
+        return torch.log1p((positions // self.length).float()).mul_(self.beta).add_(1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
     """Multi-head attention with grouped keys and values.
 
@@ -46,6 +68,7 @@ class AttentionSpec:
         qk_norm_after_rope: whether that norm comes after the rotation instead of before (Hunyuan).
         qk_norm_over: what shares a norm's statistics and weights: each ``head`` its own statistics with the same
             weights, each of the ``heads`` with weights of its own, or ``all`` heads at once.
+        query_growth: how queries grow with their position; ``None`` for not at all. Without ``qk_norm``.
         rope: rotation of queries and keys; ``None`` for none.
         window: keys that a token sees, itself included; ``None`` for all.
         softcap: replaces logits ``s`` by ``softcap * tanh(s / softcap)``; 0 for none.
@@ -65,6 +88,7 @@ class AttentionSpec:
     qk_norm: NormSpec | None = None
     qk_norm_over: Literal["head", "heads", "all"] = "head"
     qk_norm_after_rope: bool = False
+    query_growth: QueryGrowth | None = None
     rope: RopeSpec | None = None
     window: int | None = None
     softcap: float = 0.0
@@ -82,6 +106,8 @@ class AttentionSpec:
             raise ValueError(f"rotary_dim must be at most head_size={self.head_size}, got {self.rope.rotary_dim}")
         if self.qk_norm_after_rope and (self.qk_norm is None or self.rope is None):
             raise ValueError("qk_norm_after_rope needs a qk_norm and a rope")
+        if self.query_growth is not None and self.qk_norm is not None:
+            raise ValueError("query_growth with a qk_norm is not supported")
         if self.alibi_slopes is not None and len(self.alibi_slopes) != self.num_heads:
             raise ValueError(f"alibi_slopes must have one entry for each of {self.num_heads} heads")
 
@@ -163,6 +189,9 @@ class Attention(nn.Module):
         """What lies between the two projections: ``qkv[T, (H + 2 K) D]``, overwritten, -> ``[T, H D]``."""
         if self.spec.clip_qkv is not None:
             qkv.clamp_(-self.spec.clip_qkv, self.spec.clip_qkv)
+        if self.spec.query_growth is not None:  # a rotation is linear, so it may come after
+            q, _ = self._queries_and_keys(qkv)
+            q *= self.spec.query_growth.factors(positions).to(q.dtype)[:, None, None]
         if self.spec.qk_norm_after_rope:
             assert cos_sin_cache is not None and self.spec.rope is not None
             apply_rope(*self._queries_and_keys(qkv), positions, cos_sin_cache, interleaved=self.spec.rope.interleaved)

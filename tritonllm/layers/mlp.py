@@ -5,12 +5,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from tritonllm.kernels import xielu
 from tritonllm.layers.linear import Linear
 from tritonllm.layers.norm import BlockInput
+from tritonllm.layers.parameters import empty_parameter
 from tritonllm.layers.residual import Addend
 
 GATED_ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
-ACTIVATIONS = (*GATED_ACTIVATIONS, "relu", "relu2")
+ACTIVATIONS = (*GATED_ACTIVATIONS, "relu", "relu2", "xielu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,18 @@ class MLPSpec:
             raise ValueError(f"activation{gated} must be one of {', '.join(allowed)}, got {self.activation!r}")
 
 
+class XIELU(nn.Module):
+    """The activation xIELU (:func:`tritonllm.kernels.xielu`) with its parameters."""
+
+    def __init__(self, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = empty_parameter(4, dtype=dtype, device=device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[T, size]``, in place."""
+        return xielu(x, self.weight, out=x)
+
+
 class MLP(nn.Module):
     """A feed-forward block. With a gate, gate and up are one projection, gate first: one product reads the input
     once."""
@@ -46,8 +60,11 @@ class MLP(nn.Module):
         inner = spec.intermediate_size
         columns = 2 * inner if spec.gated else inner
         self.up = Linear(hidden_size, columns, bias=spec.bias, dtype=dtype, device=device)
+        self.act = XIELU(dtype=dtype, device=device) if spec.activation == "xielu" else None
         self.down = Linear(inner, hidden_size, bias=spec.bias, dtype=dtype, device=device)
 
     def forward(self, x: BlockInput) -> Addend:
         """``[T, hidden]`` -> ``[T, hidden]``, to be added."""
+        if self.act is not None:
+            return Addend(self.down, self.act(self.up(*x)))
         return Addend(self.down, self.up(*x, activation=self.spec.activation, gated=self.spec.gated))

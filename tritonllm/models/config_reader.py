@@ -18,6 +18,7 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
     "relu2": "relu2",
+    "xielu": "xielu",
 }
 
 _LAYER_KINDS = {"full_attention", "sliding_attention"}

@@ -84,6 +84,7 @@ class Decoder(nn.Module):
         self.whole, self.group, self.context, self.batch_invariant = spec, group, context, batch_invariant
         self.stage, self.exchange = stage or Stage.whole(spec), exchange
         local = local_experts(local_spec(spec, group.rank, group.size), exchange.rank, exchange.size)
+        local = local.up_to(max_model_len)
         self.spec = self.stage.of(local)
         self.dtype = dtype
         self.incoming: torch.Tensor | None = None

@@ -17,7 +17,7 @@ class Slot:
 
     Attributes:
         parameter: name of the decoder's parameter.
-        shape: the shape of the checkpoint tensor.
+        shape: the shape of the checkpoint tensor; a number, without dimensions, is a row of the parameter.
         expert: index into the parameter's first dimension, for a tensor that holds one expert; ``None`` otherwise.
         axis: dimension of the parameter (of its expert) along which the tensor is a run of rows: 1 for tensors that
             hold all experts, else 0.
@@ -43,7 +43,7 @@ class Slot:
     @property
     def own_shape(self) -> tuple[int, ...]:
         """The shape in the decoder's orientation."""
-        shape = self.shape[1:] if self.is_row else self.shape
+        shape = (self.shape[1:] if self.is_row else self.shape) or (1,)
         return (*shape[:-2], shape[-1], shape[-2]) if self.transposed else shape
 
     def place(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -97,7 +97,7 @@ class Slot:
             part = blocks.index_select(self.axis, index).flatten(self.axis, self.axis + 1)
         part = part.mT if self.transposed else part
         part = part - self.minus if self.minus else part
-        return part.unsqueeze(0) if self.is_row else part
+        return part.unsqueeze(0) if self.is_row else part.view(self.shape) if not self.shape else part
 
 
 def parameter_shape(slots: Iterable[Slot]) -> tuple[int, ...]:

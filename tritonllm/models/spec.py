@@ -1,5 +1,6 @@
 """A model as data: everything the decoder needs to know, and nothing about how files spell it."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -91,6 +92,17 @@ class ModelSpec:
             raise ValueError(f"layers must agree in num_kv_heads and head_size, got {sorted(shapes)}")
         if self.parallel is not None and self.norm_position != "pre":
             raise ValueError(f"parallel={self.parallel!r} needs norm_position='pre', got {self.norm_position!r}")
+
+    def up_to(self, length: int) -> "ModelSpec":
+        """The model for sequences of at most ``length`` tokens, without what only longer ones have."""
+
+        def shortened(layer: LayerSpec) -> LayerSpec:
+            growth = layer.attention.query_growth
+            if growth is None or length > growth.length:
+                return layer
+            return dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, query_growth=None))
+
+        return dataclasses.replace(self, layers=tuple(shortened(layer) for layer in self.layers))
 
     @property
     def causal(self) -> bool:

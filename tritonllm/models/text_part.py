@@ -21,8 +21,9 @@ SAME_AS = {
 }
 # What their classes do without a field for it.
 FIXED: dict[str, dict[str, Any]] = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
-# Whose text transformers computes in another way than the text model's class: which one is meant, nobody says.
-UNCLEAR = {"aya_vision", "cohere2_vision"}  # without logit_scale
+# Whose text is computed in another way than the text model's class does: without logit_scale, and (PaliGemma) with
+# prompts whose tokens see those behind them.
+UNCLEAR = {"aya_vision", "cohere2_vision", "paligemma"}
 # Of the whole checkpoint, and said there rather than in the text model's part.
 OUTER = ("eos_token_id", "tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
 ROTARY = ("rope_parameters", "rope_scaling")

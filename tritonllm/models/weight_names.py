@@ -1,6 +1,6 @@
 """What checkpoints call the decoder's weights: names as data, and the map from them to :class:`Slot`."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from tritonllm.layers.attention import AttentionSpec
@@ -25,8 +25,11 @@ class WeightNames:
         norm_weights_minus_one: whether these norms' weights are stored minus 1 (Nemotron).
         qkv: three projections, or one that holds all of them.
         qkv_by_group: whether the one projection has the queries, the key and the value of a key head together.
+        qkv_order: another order of its heads: from the numbers of heads and of key heads, where each head of the tensor
+            goes among queries, keys and values (CodeGen).
         qk_norm_by_head: ``q_norm`` and ``k_norm`` have a tensor for each head, under ``norms.{}``.
         up: gate and up, or one projection that holds both, or the only one of an MLP without a gate.
+        xielu: the activation's module, of an MLP whose activation has parameters (Apertus).
         transposed: whether weights of the blocks' projections are ``[in, out]``.
         correction_bias_is_row: whether the tensor of the correction bias is ``[1, experts]`` (ERNIE 4.5).
         expert_up, expert_down: names of projections within one expert.
@@ -51,12 +54,14 @@ class WeightNames:
     norm_weights_minus_one: bool = False
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     qkv_by_group: bool = False
+    qkv_order: Callable[[int, int], tuple[int, ...]] | None = None
     o: str = "self_attn.o_proj"
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     qk_norm_by_head: bool = False
     sinks: str = "self_attn.sinks"
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    xielu: str = ""
     down: str = "mlp.down_proj"
     transposed: bool = False
     router: str = "mlp.gate"
@@ -87,6 +92,8 @@ def weight_map(spec: ModelSpec, names: WeightNames) -> dict[str, Slot]:
         if isinstance(layer.mlp, MLPSpec):
             up, down = tuple(theirs + name for name in names.up), theirs + names.down
             entries += _mlp(spec.hidden_size, layer.mlp, up, down, f"{ours}.mlp", transposed=names.transposed)
+            if layer.mlp.activation == "xielu":
+                entries += _xielu(f"{theirs}{names.xielu}", f"{ours}.mlp.act.weight")
         else:
             entries += _moe(spec.hidden_size, layer.mlp, names, theirs, f"{ours}.mlp")
     return dict(entries)
@@ -179,6 +186,7 @@ def _attention(hidden: int, spec: AttentionSpec, names: WeightNames, theirs: str
     if len(names.qkv) == 1:
         rows = [sum(rows)]
     order = _order_by_group(heads, kv_heads) if names.qkv_by_group else None
+    order = order if names.qkv_order is None else names.qkv_order(heads, kv_heads)
     start = 0
     for name, count in zip(names.qkv, rows, strict=True):
         yield from _linear(
@@ -230,6 +238,11 @@ def _mlp(
     for i, name in enumerate(up):
         yield from _linear(name, f"{ours}.up", rows, hidden, bias=spec.bias, start=i * rows, transposed=transposed)
     yield from _linear(down, f"{ours}.down", hidden, inner, bias=spec.bias, transposed=transposed)
+
+
+def _xielu(theirs: str, ours: str) -> Iterator[Entry]:
+    for start, (name, shape) in enumerate((("alpha_p", (1,)), ("alpha_n", (1,)), ("beta", ()), ("eps", ()))):
+        yield f"{theirs}.{name}", Slot(parameter=ours, shape=shape, start=start)
 
 
 def _moe(hidden: int, spec: MoESpec, names: WeightNames, theirs: str, ours: str) -> Iterator[Entry]:

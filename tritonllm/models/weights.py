@@ -40,7 +40,7 @@ from tritonllm.models.tensor_files import (
 from tritonllm.models.text_part import names_in_files
 
 # What architectures call the output projection; with tied embeddings it may be stored all the same.
-_OUTPUTS = ("lm_head.weight", "embed_out.weight", "output.weight")
+_OUTPUTS = ("lm_head.weight", "embed_out.weight", "output.weight", "output_projection.weight")
 # Buffers of old checkpoints that follow from the configuration: rotary frequencies and causal masks.
 _DERIVED = re.compile(
     r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.masked_bias|embeddings\.(position|token_type)_ids)$"

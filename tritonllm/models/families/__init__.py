@@ -13,17 +13,22 @@ from tritonllm.models import text_part, weight_names
 from tritonllm.models.config_reader import ConfigReader
 from tritonllm.models.families import (
     alibi,
+    apertus,
     bert,
     ernie,
     exaone,
     experts,
     gemma,
     gpt,
+    gpt_neo,
+    granite,
     hunyuan,
     internlm,
     llama,
+    ministral,
     nemotron,
     olmo,
+    starcoder,
 )
 from tritonllm.models.families.common import Family
 from tritonllm.models.families.heads import BY_SUFFIX, FamilyHead
@@ -32,7 +37,8 @@ from tritonllm.models.spec import ModelSpec
 
 Config = Mapping[str, Any]
 
-_FILES = (llama, olmo, exaone, internlm, gemma, nemotron, gpt, alibi, experts, ernie, hunyuan, bert)
+_DENSE = (llama, ministral, granite, apertus, olmo, exaone, internlm, gemma, nemotron, gpt, gpt_neo, starcoder, alibi)
+_FILES = (*_DENSE, experts, ernie, hunyuan, bert)
 FAMILIES: dict[str, Family] = {name: family for file in _FILES for name, family in file.FAMILIES.items()}
 _ALIASES = {alias: name for name, family in FAMILIES.items() for alias in family.aliases}
 _GENERATES = ("ForCausalLM", "LMHeadModel")  # ends of their names
@@ -59,6 +65,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logit_scale": (None, 1, 1.0),
     "embedding_multiplier": (None, 1, 1.0),
     "residual_multiplier": (None, 1, 1.0),
+    "output_vocab_size": (None,),
     "num_experts": (None, 0),
     "num_local_experts": (None, 0),
 }

@@ -1,15 +1,30 @@
-"""Gemma 2 and 3: norms before and after each block with weights stored as differences from 1, soft caps, windows."""
+"""Gemma 1, 2 and 3 and VaultGemma: norms with weights stored as differences from 1, scaled embeddings, gated GELU.
+
+Gemma 2 and 3 have norms after each block, too, and windows; Gemma 2 and VaultGemma have soft caps.
+"""
 
 from typing import Any
 
 from tritonllm.models.config_reader import ConfigReader
-from tritonllm.models.families.common import Family, always, attention, head_size, mlp, rms_norm
+from tritonllm.models.families.common import Family, always, attention, head_size, mlp, rms_norm, same_layers
 from tritonllm.models.families.heads import BY_SUFFIX
 from tritonllm.models.spec import LayerSpec
 from tritonllm.models.weight_names import WeightNames
 
 
-def _gemma(
+def _gemma(config: ConfigReader) -> dict[str, Any]:
+    bias = config.flag("attention_bias")
+    if config["hidden_act"] == "gelu":  # what early files say, and the tanh approximation is meant
+        config = ConfigReader({**config, "hidden_act": "gelu_pytorch_tanh"})
+    attends = attention(config, rope=config.rope(head_size(config)), qkv_bias=bias, o_bias=bias)
+    return {
+        "norm": rms_norm(config, weight_offset=1.0),
+        "layers": same_layers(config, attends, mlp(config)),
+        "embedding_multiplier": config.size("hidden_size") ** 0.5,
+    }
+
+
+def _gemma_with_windows(
     config: ConfigReader, windows: tuple[int | None, ...], ropes: dict[bool, Any], **axes: Any
 ) -> dict[str, Any]:
     """``ropes`` by whether a layer has a window."""
@@ -46,7 +61,12 @@ def _gemma2(config: ConfigReader) -> dict[str, Any]:
     """Every other layer has a window, the first one first."""
     windows = config.windows([i % 2 == 0 for i in range(config.size("num_hidden_layers"))])
     rope = config.rope(head_size(config))
-    return _gemma(config, windows, {True: rope, False: rope}, softcap=config.cap("attn_logit_softcapping"))
+    return _gemma_with_windows(config, windows, {True: rope, False: rope}, softcap=config.cap("attn_logit_softcapping"))
+
+
+def _vaultgemma(config: ConfigReader) -> dict[str, Any]:
+    """Gemma 2 without the norms after its blocks."""
+    return {**_gemma2(config), "norm_position": "pre"}
 
 
 def _gemma3(config: ConfigReader) -> dict[str, Any]:
@@ -56,7 +76,7 @@ def _gemma3(config: ConfigReader) -> dict[str, Any]:
     head = head_size(config)
     local = ConfigReader({**config, "rope_scaling": None, "rope_theta": config["rope_local_base_freq"]})
     ropes = {False: config.rope(head, kind="full_attention"), True: local.rope(head, kind="sliding_attention")}
-    return _gemma(config, windows, ropes, qk_norm=rms_norm(config, weight_offset=1.0))
+    return _gemma_with_windows(config, windows, ropes, qk_norm=rms_norm(config, weight_offset=1.0))
 
 
 _NAMES = WeightNames(
@@ -76,17 +96,33 @@ _GEMMA: dict[str, Any] = {
     "eos_token_id": 1,
 }
 
+_GEMMA2: dict[str, Any] = {
+    **_GEMMA,
+    "max_position_embeddings": 8192,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
+
 FAMILIES: dict[str, Family] = {
+    "GemmaForCausalLM": Family(
+        model_type="gemma",
+        axes=_gemma,
+        names=always(WeightNames()),
+        defaults={**_GEMMA, "max_position_embeddings": 8192, "num_key_value_heads": 16},
+    ),
+    "VaultGemmaForCausalLM": Family(
+        model_type="vaultgemma",
+        axes=_vaultgemma,
+        names=always(WeightNames(mlp_norm="pre_feedforward_layernorm")),
+        defaults=_GEMMA2,
+        renames={"hidden_activation": "hidden_act"},
+        reads=frozenset({"attn_logit_softcapping", "final_logit_softcapping"}),
+    ),
     "Gemma2ForCausalLM": Family(
         model_type="gemma2",
         axes=_gemma2,
         names=always(_NAMES),
-        defaults={
-            **_GEMMA,
-            "max_position_embeddings": 8192,
-            "attn_logit_softcapping": 50.0,
-            "final_logit_softcapping": 30.0,
-        },
+        defaults=_GEMMA2,
         renames={"hidden_activation": "hidden_act"},
         reads=frozenset({"attn_logit_softcapping", "final_logit_softcapping"}),
     ),

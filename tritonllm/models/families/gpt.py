@@ -38,7 +38,7 @@ def _gpt2(config: ConfigReader) -> dict[str, Any]:
     }
 
 
-def _gptj(config: ConfigReader) -> dict[str, Any]:
+def gptj(config: ConfigReader) -> dict[str, Any]:
     """The first ``rotary_dim`` elements of each head rotate, neighbours together."""
     rope = config.rope(config.size("rotary_dim"), interleaved=True)
     return {
@@ -135,7 +135,7 @@ def _falcon_names(spec: ModelSpec) -> WeightNames:
     )
 
 
-_GPT2_RENAMES = {
+GPT2_RENAMES = {
     "n_embd": "hidden_size",
     "n_layer": "num_hidden_layers",
     "n_head": "num_attention_heads",
@@ -144,7 +144,7 @@ _GPT2_RENAMES = {
     "activation_function": "hidden_act",
     "layer_norm_epsilon": "layer_norm_eps",
 }
-_GPT2_NAMES = WeightNames(
+GPT2_NAMES = WeightNames(
     embed="transformer.wte",
     positions="transformer.wpe",
     norm="transformer.ln_f",
@@ -157,7 +157,7 @@ _GPT2_NAMES = WeightNames(
     down="mlp.c_proj",
     transposed=True,
 )
-_GPTJ_NAMES = WeightNames(
+GPTJ_NAMES = WeightNames(
     embed="transformer.wte",
     norm="transformer.ln_f",
     layer="transformer.h.{}",
@@ -167,7 +167,7 @@ _GPTJ_NAMES = WeightNames(
     up=("mlp.fc_in",),
     down="mlp.fc_out",
 )
-_OPT_NAMES = WeightNames(
+OPT_NAMES = WeightNames(
     embed="model.decoder.embed_tokens",
     positions="model.decoder.embed_positions",
     project_in="model.decoder.project_in",
@@ -204,7 +204,7 @@ FAMILIES: dict[str, Family] = {
     "GPT2LMHeadModel": Family(
         model_type="gpt2",
         axes=_gpt2,
-        names=always(_GPT2_NAMES),
+        names=always(GPT2_NAMES),
         defaults={
             "max_position_embeddings": 1024,
             "layer_norm_eps": 1e-5,
@@ -214,12 +214,12 @@ FAMILIES: dict[str, Family] = {
             "scale_attn_weights": True,
             "scale_attn_by_inverse_layer_idx": False,
         },
-        renames=_GPT2_RENAMES,
+        renames=GPT2_RENAMES,
     ),
     "GPTJForCausalLM": Family(
         model_type="gptj",
-        axes=_gptj,
-        names=always(_GPTJ_NAMES),
+        axes=gptj,
+        names=always(GPTJ_NAMES),
         defaults={
             "max_position_embeddings": 2048,
             "layer_norm_eps": 1e-5,
@@ -228,12 +228,12 @@ FAMILIES: dict[str, Family] = {
             "eos_token_id": 50256,
             "rotary_dim": 64,
         },
-        renames=_GPT2_RENAMES,
+        renames=GPT2_RENAMES,
     ),
     "OPTForCausalLM": Family(
         model_type="opt",
         axes=_opt,
-        names=always(_OPT_NAMES),
+        names=always(OPT_NAMES),
         defaults={
             "max_position_embeddings": 2048,
             "hidden_act": "relu",

@@ -99,7 +99,13 @@ def _glm4(config: ConfigReader) -> dict[str, Any]:
     return {**_glm(config), "norm_position": "sandwich"}
 
 
-def _granite(config: ConfigReader) -> dict[str, Any]:
+def _helium(config: ConfigReader) -> dict[str, Any]:
+    bias = config.flag("attention_bias")
+    attends = attention(config, rope=config.rope(head_size(config), interleaved=True), qkv_bias=bias)
+    return {"norm": rms_norm(config), "layers": same_layers(config, attends, mlp(config, bias=config.flag("mlp_bias")))}
+
+
+def granite(config: ConfigReader) -> dict[str, Any]:
     bias = config.flag("attention_bias")
     attends = attention(
         config,
@@ -297,9 +303,23 @@ FAMILIES: dict[str, Family] = {
         ),
         defaults=_GLM,
     ),
+    "HeliumForCausalLM": Family(
+        model_type="helium",
+        axes=_helium,
+        names=always(WeightNames()),
+        defaults={
+            **COMMON,
+            "rms_norm_eps": 1e-8,
+            "rope_theta": 100000.0,
+            "max_position_embeddings": 4096,
+            "num_key_value_heads": 20,
+            "head_dim": 128,
+            "eos_token_id": 2,
+        },
+    ),
     "GraniteForCausalLM": Family(
         model_type="granite",
-        axes=_granite,
+        axes=granite,
         names=always(WeightNames()),
         defaults={
             **_LLAMA,

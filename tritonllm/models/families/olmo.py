@@ -1,12 +1,27 @@
-"""OLMo 2 and 3: norms after each block, one norm over all query heads and one over all key heads."""
+"""OLMo 1: layer norms without weights. OLMo 2 and 3: norms after each block, one norm over all query heads and one over
+all key heads."""
 
 from typing import Any
 
+from tritonllm.layers.norm import NormSpec
 from tritonllm.models.config_reader import ConfigReader
 from tritonllm.models.families.common import Family, always, attention, head_size, mlp, rms_norm, same_layers
 from tritonllm.models.families.llama import COMMON
 from tritonllm.models.spec import LayerSpec
 from tritonllm.models.weight_names import WeightNames
+
+
+def _olmo(config: ConfigReader) -> dict[str, Any]:
+    bias, clip = config.flag("attention_bias"), config.get("clip_qkv")
+    attends = attention(
+        config,
+        rope=config.rope(head_size(config)),
+        qkv_bias=bias,
+        o_bias=bias,
+        clip_qkv=None if clip is None else config.number("clip_qkv"),
+    )
+    norm = NormSpec(kind="layer", eps=1e-5, weight=False, bias=False)
+    return {"norm": norm, "layers": same_layers(config, attends, mlp(config))}
 
 
 def _olmo2(config: ConfigReader) -> dict[str, Any]:
@@ -37,6 +52,13 @@ NAMES_OF_POST_NORMS = WeightNames(
 _OLMO: dict[str, Any] = {**COMMON, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "eos_token_id": 50279}
 
 FAMILIES: dict[str, Family] = {
+    "OlmoForCausalLM": Family(
+        model_type="olmo",
+        axes=_olmo,
+        names=always(WeightNames()),
+        defaults={**COMMON, "max_position_embeddings": 2048, "clip_qkv": None, "eos_token_id": 50279},
+        reads=frozenset({"clip_qkv"}),
+    ),
     "Olmo2ForCausalLM": Family(model_type="olmo2", axes=_olmo2, names=always(NAMES_OF_POST_NORMS), defaults=_OLMO),
     "Olmo3ForCausalLM": Family(
         model_type="olmo3",

@@ -293,6 +293,11 @@ def _activation(bound: Bound, result: Any) -> Cost:
     return Cost(each * out.numel(), nbytes(bound["x"]), nbytes(out))
 
 
+def _xielu(bound: Bound, result: Any) -> Cost:
+    out = bound["out"]
+    return Cost(8 * out.numel(), nbytes(bound["x"], bound["parameters"]), nbytes(out))
+
+
 def _cap(bound: Bound, result: Any) -> Cost:
     logits = bound["logits"]
     each = (1 if bound["scale"] != 1 else 0) + (3 if bound["softcap"] else 0)
@@ -364,6 +369,7 @@ FORMULAS: dict[str, Callable[[Bound, Any], Cost | Later]] = {
     "tritonllm.moe_from_logits": _experts,
     "tritonllm.moe_route": _route,
     "tritonllm.activation": _activation,
+    "tritonllm.xielu": _xielu,
     "tritonllm.cap_logits": _cap,
     "aten.embedding": _rows,
     "aten.index_select": _rows,

@@ -36,6 +36,7 @@ STAGES = {
     "attention_post_norm": "norm after attention",
     "mlp_norm": "norm before MLP",
     "mlp.up": "MLP up",
+    "mlp.act": "activation",
     "mlp.down": "MLP down",
     "mlp.router": "router",
     "mlp": "experts",
