@@ -29,6 +29,16 @@ from tritonllm.layers.residual import Addend
 from tritonllm.layers.rope import RopeSpec
 
 
+def check_head_size(size: int) -> None:
+    """Check that the kernels of attention know heads of so many elements.
+
+    Raises:
+        ValueError: they do not.
+    """
+    if size % 8 or not 16 <= size <= 512:
+        raise ValueError(f"head_size must be a multiple of 8 from 16 to 512, got {size}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
     """Multi-head attention with grouped keys and values.
@@ -76,8 +86,7 @@ class AttentionSpec:
         at_least("window", self.window, 1)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
-        if self.head_size % 8 or not 16 <= self.head_size <= 512:
-            raise ValueError(f"head_size must be a multiple of 8 from 16 to 512, got {self.head_size}")
+        check_head_size(self.head_size)
         if self.rope is not None and self.rope.rotary_dim > self.head_size:
             raise ValueError(f"rotary_dim must be at most head_size={self.head_size}, got {self.rope.rotary_dim}")
         if self.qk_norm_after_rope and (self.qk_norm is None or self.rope is None):

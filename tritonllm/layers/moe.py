@@ -40,6 +40,7 @@ class MoESpec:
         top_k_groups: see ``num_groups``.
         scale: multiplies the weights.
         shared: an MLP that every token goes through as well.
+        shared_scale: multiplies that MLP's output (Cohere 2 averages).
         shared_gate: a sigmoid of one more projection multiplies the shared MLP's output (Qwen2-MoE).
         by_expert: several ranks have whole experts, each some of them, instead of a part of every expert.
         slots: the expert in each slot of all ranks together, those of rank 0 first, with ``by_expert``: an expert may
@@ -65,6 +66,7 @@ class MoESpec:
     top_k_groups: int = 1
     scale: float = 1.0
     shared: MLPSpec | None = None
+    shared_scale: float = 1.0
     shared_gate: bool = False
     by_expert: bool = False
     slots: tuple[int, ...] | None = field(default=None, compare=False)
@@ -242,7 +244,7 @@ class MoE(nn.Module):
         """Add ``scale`` times what the shared MLP, if there is one, makes of the same rows."""
         if self.shared is None:
             return
-        part = self.shared(BlockInput(rows))
+        part, scale = self.shared(BlockInput(rows)), scale * self.spec.shared_scale
         if self.shared_gate is None:
             part.product.add_to(out, part.x, scale)
         else:

@@ -14,16 +14,19 @@ from tritonllm.models.config_reader import ConfigReader
 from tritonllm.models.families import (
     alibi,
     bert,
+    cohere_moe,
     ernie,
     exaone,
     experts,
     gemma,
     gpt,
+    granite_moe,
     hunyuan,
     internlm,
     llama,
     nemotron,
     olmo,
+    sigmoid_experts,
 )
 from tritonllm.models.families.common import Family
 from tritonllm.models.families.heads import BY_SUFFIX, FamilyHead
@@ -32,7 +35,23 @@ from tritonllm.models.spec import ModelSpec
 
 Config = Mapping[str, Any]
 
-_FILES = (llama, olmo, exaone, internlm, gemma, nemotron, gpt, alibi, experts, ernie, hunyuan, bert)
+_FILES = (
+    llama,
+    olmo,
+    exaone,
+    internlm,
+    gemma,
+    nemotron,
+    gpt,
+    alibi,
+    experts,
+    sigmoid_experts,
+    granite_moe,
+    cohere_moe,
+    ernie,
+    hunyuan,
+    bert,
+)
 FAMILIES: dict[str, Family] = {name: family for file in _FILES for name, family in file.FAMILIES.items()}
 _ALIASES = {alias: name for name, family in FAMILIES.items() for alias in family.aliases}
 _GENERATES = ("ForCausalLM", "LMHeadModel")  # ends of their names
