@@ -305,6 +305,14 @@ def test_bad_sizes(name, value):
         ("hy_v3", {"mlp_bias": True}, "mlp_bias other than False is not supported, got True"),
         ("hy_v3", {"mlp_layer_types": ["dense"]}, "mlp_layer_types must be dense or sparse for each of 3 layers"),
         ("solar_open", {"use_qk_norm": True}, "use_qk_norm other than False is not supported, got True"),
+        ("llama4_text", {"num_experts_per_tok": 2}, "num_experts_per_tok other than 1 is not supported, got 2"),
+        ("llama4_text", {"moe_layers": 2}, "moe_layers must be a list of numbers of layers, got 2"),
+        (
+            "llama4_text",
+            {"layer_types": ["sliding_attention"] * 3},
+            "layer_types must be chunked_attention or full_att",
+        ),
+        ("llama4_text", {"attention_chunk_size": 0}, "attention_chunk_size must be an integer of at least 1, got 0"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported"),
         ("cohere2_moe", {"expert_selection_fn": "max"}, "expert_selection_fn must be softmax or sigmoid, got 'max'"),
         (

@@ -151,6 +151,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "cohere2_moe",
         {"num_shared_experts": 0, "norm_topk_prob": False, "first_k_dense_replace": 0, "tie_word_embeddings": False},
     ),
+    "llama4-plain": (
+        "llama4_text",
+        {
+            "use_qk_norm": False,
+            "attn_temperature_tuning": False,
+            "attention_bias": True,
+            "moe_layers": None,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layers": None,
+            "no_rope_layer_interval": 3,
+            "rope_scaling": None,
+        },
+    ),
     "ernie4.5-biases": ("ernie4_5", {"use_bias": True, "tie_word_embeddings": False, "head_dim": 16}),
     "ernie4.5-moe-some-layers": (
         "ernie4_5_moe",

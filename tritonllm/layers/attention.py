@@ -40,6 +40,25 @@ def check_head_size(size: int) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class QueryScaling:
+    """Queries grow with their position p: they are multiplied by ``1 + factor * log(1 + floor((p + 1) / every))``
+    (Nakanishi, "Scalable-Softmax", 2025; Llama 4).
+
+    Attributes:
+        every: positions that have the same number.
+        factor: see there.
+    """
+
+    every: int
+    factor: float
+
+    def of(self, positions: torch.Tensor) -> torch.Tensor:
+        """``[T]`` int64 -> ``[T]`` float64: so exact that a logarithm has the same float32 in a vector and alone."""
+        steps = torch.div(positions + 1, self.every, rounding_mode="floor")
+        return steps.double().log1p() * self.factor + 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
     """Multi-head attention with grouped keys and values.
 
@@ -57,6 +76,7 @@ class AttentionSpec:
         qk_norm_over: what shares a norm's statistics and weights: each ``head`` its own statistics with the same
             weights, each of the ``heads`` with weights of its own, or ``all`` heads at once.
         rope: rotation of queries and keys; ``None`` for none.
+        query_scaling: what multiplies queries by their position, in layers without ``rope``; ``None`` for nothing.
         window: keys that a token sees, itself included; ``None`` for all.
         softcap: replaces logits ``s`` by ``softcap * tanh(s / softcap)``; 0 for none.
         sinks: each head has a learned logit that takes weight and gives no value (GPT-OSS).
@@ -76,6 +96,7 @@ class AttentionSpec:
     qk_norm_over: Literal["head", "heads", "all"] = "head"
     qk_norm_after_rope: bool = False
     rope: RopeSpec | None = None
+    query_scaling: QueryScaling | None = None
     window: int | None = None
     softcap: float = 0.0
     sinks: bool = False
@@ -91,6 +112,8 @@ class AttentionSpec:
             raise ValueError(f"rotary_dim must be at most head_size={self.head_size}, got {self.rope.rotary_dim}")
         if self.qk_norm_after_rope and (self.qk_norm is None or self.rope is None):
             raise ValueError("qk_norm_after_rope needs a qk_norm and a rope")
+        if self.query_scaling is not None and (self.rope is not None or self.qk_norm is not None):
+            raise ValueError("query_scaling is of layers without a rope and a qk_norm")
         if self.alibi_slopes is not None and len(self.alibi_slopes) != self.num_heads:
             raise ValueError(f"alibi_slopes must have one entry for each of {self.num_heads} heads")
 
@@ -172,6 +195,9 @@ class Attention(nn.Module):
         """What lies between the two projections: ``qkv[T, (H + 2 K) D]``, overwritten, -> ``[T, H D]``."""
         if self.spec.clip_qkv is not None:
             qkv.clamp_(-self.spec.clip_qkv, self.spec.clip_qkv)
+        if self.spec.query_scaling is not None:
+            queries, _ = self._queries_and_keys(qkv)
+            queries *= self.spec.query_scaling.of(positions).to(qkv.dtype)[:, None, None]
         if self.spec.qk_norm_after_rope:
             assert cos_sin_cache is not None and self.spec.rope is not None
             apply_rope(*self._queries_and_keys(qkv), positions, cos_sin_cache, interleaved=self.spec.rope.interleaved)

@@ -1,9 +1,9 @@
 """The text model of a checkpoint that reads images or sound, too: its configuration, and which tensors are its own.
 
 Such a ``config.json`` has the text model's in ``text_config`` (``llm_config`` in InternVL's own form), or its fields
-beside ``vision_config`` (Qwen2-VL's first form). Positions of text are the same in all three sections of Qwen's
-and GLM's multimodal rotary embedding, so the plain rotation computes it. Where a configuration leaves out what its class has by
-default, transformers fills it in. Towers and projectors are not loaded.
+beside ``vision_config`` (Qwen2-VL's first form). Positions of text are the same in all three sections of Qwen's and
+GLM's multimodal rotary embedding, so the plain rotation computes it. Where a configuration leaves out what its class
+has by default, transformers fills it in. Towers and projectors are not loaded.
 """
 
 from collections.abc import Mapping

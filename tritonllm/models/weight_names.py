@@ -32,7 +32,8 @@ class WeightNames:
         expert_up, expert_down: names of projections within one expert; without the first, experts are stacked only.
         stacked_up, stacked_down: names of tensors of all experts, where a checkpoint has those instead.
         shared_up, shared_down: names of projections within the shared MLP; ``shared_up`` as ``up``.
-        stacked_interleaved: whether the stacked tensors are transposed, and gate and up alternate (GPT-OSS).
+        stacked_transposed: whether the stacked tensors are transposed, and the only ones (GPT-OSS, Llama 4).
+        stacked_interleaved: whether gate and up alternate in those (GPT-OSS).
         head: dense layers in the place of the output projection, and their norms.
     """
 
@@ -68,6 +69,7 @@ class WeightNames:
     expert_down: str = "down_proj"
     stacked_up: str = "mlp.experts.gate_up_proj"
     stacked_down: str = "mlp.experts.down_proj"
+    stacked_transposed: bool = False
     stacked_interleaved: bool = False
     shared: str = "mlp.shared_experts"
     shared_up: tuple[str, ...] = ("gate_proj", "up_proj")
@@ -241,8 +243,8 @@ def _moe(hidden: int, spec: MoESpec, names: WeightNames, theirs: str, ours: str)
         row = names.correction_bias_is_row
         shape = (1, spec.num_experts) if row else (spec.num_experts,)
         yield theirs + names.correction_bias, Slot(parameter=f"{ours}.correction_bias", shape=shape, is_row=row)
-    if names.stacked_interleaved:
-        yield from _interleaved_experts(hidden, spec, names, theirs, ours)
+    if names.stacked_transposed:
+        yield from _transposed_experts(hidden, spec, names, theirs, ours)
     else:
         yield from _experts(hidden, spec, names, theirs, ours)
     if spec.shared is not None:
@@ -267,9 +269,9 @@ def _experts(hidden: int, spec: MoESpec, names: WeightNames, theirs: str, ours: 
     yield theirs + names.stacked_down, Slot(parameter=f"{ours}.down", shape=(count, hidden, inner), axis=1)
 
 
-def _interleaved_experts(hidden: int, spec: MoESpec, names: WeightNames, theirs: str, ours: str) -> Iterator[Entry]:
+def _transposed_experts(hidden: int, spec: MoESpec, names: WeightNames, theirs: str, ours: str) -> Iterator[Entry]:
     inner, count = spec.intermediate_size, spec.num_experts
-    order = tuple(i % 2 * inner + i // 2 for i in range(2 * inner))
+    order = tuple(i % 2 * inner + i // 2 for i in range(2 * inner)) if names.stacked_interleaved else None
     shape = (count, hidden, 2 * inner)
     up = Slot(parameter=f"{ours}.gate_up", shape=shape, axis=1, transposed=True, order=order)
     down = Slot(parameter=f"{ours}.down", shape=(count, inner, hidden), axis=1, transposed=True)

@@ -167,7 +167,7 @@ FAMILIES: dict[str, Family] = {
     "GptOssForCausalLM": Family(
         model_type="gpt_oss",
         axes=_gpt_oss,
-        names=always(WeightNames(router="mlp.router", stacked_interleaved=True)),
+        names=always(WeightNames(router="mlp.router", stacked_transposed=True, stacked_interleaved=True)),
         defaults={
             **COMMON,
             "rms_norm_eps": 1e-5,
