@@ -53,7 +53,7 @@ def _cohere2_moe(config: ConfigReader) -> dict[str, Any]:
         dense = kind == "dense"
         turns = window is not None or (dense and before == 1)
         attends = attention(config, window=window, rope=rope if turns else None, qkv_bias=bias, o_bias=bias)
-        block = experts
+        block: MLPSpec | MoESpec = experts
         if dense:
             inner = config.size("prefix_dense_intermediate_size")
             block = MLPSpec(intermediate_size=inner, activation=config.activation())

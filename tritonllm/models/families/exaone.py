@@ -30,7 +30,7 @@ def _sliding(config: ConfigReader) -> list[bool]:
 
 
 def _attentions(config: ConfigReader) -> list[AttentionSpec]:
-    """That of each layer."""
+    """The attention of each layer."""
     norm, rope, hybrid = rms_norm(config), config.rope(head_size(config)), config.window() is not None
 
     def attends(window: int | None) -> AttentionSpec:
