@@ -41,6 +41,7 @@ EXPERTS = {  # of each family so many that 4 ranks have equally many
     "hy_v3": {},
     "granitemoeshared": {},
     "cohere2_moe": {},
+    "llama4_text": {},
 }
 TOKENS = 23, 0, 9, 14  # of each rank
 ROWS = 32  # of any step

@@ -109,6 +109,7 @@ EXPERTS = {  # of each family so many that 4 ranks have equally many
     "hy_v3": {},
     "granitemoeshared": {},
     "cohere2_moe": {},
+    "llama4_text": {},
 }
 
 

@@ -5,7 +5,7 @@ from typing import Any
 from tritonllm.layers.mlp import MLPSpec
 from tritonllm.layers.moe import MoESpec
 from tritonllm.models.config_reader import ConfigReader
-from tritonllm.models.families.common import Family, always, attention, head_size, layer_norm, rms_norm
+from tritonllm.models.families.common import Family, always, attention, head_size, layer_norm, rms_norm, sparse_layers
 from tritonllm.models.families.llama import COMMON
 from tritonllm.models.spec import LayerSpec
 from tritonllm.models.weight_names import WeightNames
@@ -40,21 +40,15 @@ def _cohere2_moe(config: ConfigReader) -> dict[str, Any]:
     have windows by a pattern of their own."""
     bias, count = config.flag("attention_bias"), config.size("num_hidden_layers")
     first = config.size("first_k_dense_replace", low=0)
-    kinds = config.get("mlp_layer_types") or ["dense" if i < first else "sparse" for i in range(count)]
-    if not isinstance(kinds, list) or len(kinds) != count or not set(kinds) <= {"dense", "sparse"}:
-        raise ValueError(
-            f"config.json: mlp_layer_types must be dense or sparse for each of {count} layers, got {kinds!r}"
-        )
     before, after = config.size("prefix_dense_sliding_window_pattern"), config.size("sliding_window_pattern")
     sliding = [(i + 1) % before != 0 for i in range(first)] + [(i + 1) % after != 0 for i in range(count - first)]
     rope, experts = config.rope(head_size(config), interleaved=True), _experts(config)
     layers = []
-    for window, kind in zip(config.windows(sliding[:count]), kinds, strict=True):
-        dense = kind == "dense"
-        turns = window is not None or (dense and before == 1)
+    for window, sparse in zip(config.windows(sliding[:count]), sparse_layers(config), strict=True):
+        turns = window is not None or (not sparse and before == 1)
         attends = attention(config, window=window, rope=rope if turns else None, qkv_bias=bias, o_bias=bias)
         block: MLPSpec | MoESpec = experts
-        if dense:
+        if not sparse:
             inner = config.size("prefix_dense_intermediate_size")
             block = MLPSpec(intermediate_size=inner, activation=config.activation())
         layers.append(LayerSpec(attention=attends, mlp=block))

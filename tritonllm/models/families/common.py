@@ -108,6 +108,23 @@ def mlp(config: ConfigReader, *, gated: bool = True, bias: bool = False) -> MLPS
     return MLPSpec(intermediate_size=inner, activation=config.activation(), gated=gated, bias=bias)
 
 
+def sparse_layers(config: ConfigReader) -> list[bool]:
+    """Which layers have experts: by ``mlp_layer_types``, or those from ``first_k_dense_replace`` on.
+
+    Raises:
+        ValueError: a bad field.
+    """
+    kinds, count = config.get("mlp_layer_types"), config.size("num_hidden_layers")
+    if kinds is None:
+        dense = config.size("first_k_dense_replace", low=0)
+        return [i >= dense for i in range(count)]
+    if not isinstance(kinds, list) or len(kinds) != count or not set(kinds) <= {"dense", "sparse"}:
+        raise ValueError(
+            f"config.json: mlp_layer_types must be dense or sparse for each of {count} layers, got {kinds!r}"
+        )
+    return [kind == "sparse" for kind in kinds]
+
+
 def same_layers(config: ConfigReader, attention: AttentionSpec, mlp: MLPSpec | MoESpec) -> tuple[LayerSpec, ...]:
     """Layers that do not differ."""
     return (LayerSpec(attention=attention, mlp=mlp),) * config.size("num_hidden_layers")

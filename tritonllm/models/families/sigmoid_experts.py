@@ -15,6 +15,7 @@ from tritonllm.models.families.common import (
     mlp,
     rms_norm,
     same_layers,
+    sparse_layers,
 )
 from tritonllm.models.families.llama import COMMON
 from tritonllm.models.spec import LayerSpec
@@ -55,15 +56,7 @@ def blocks(config: ConfigReader, experts: MoESpec) -> list[MLPSpec | MoESpec]:
     Raises:
         ValueError: a bad field.
     """
-    kinds, count = config.get("mlp_layer_types"), config.size("num_hidden_layers")
-    if kinds is None:
-        dense = config.size("first_k_dense_replace", low=0)
-        kinds = ["dense" if i < dense else "sparse" for i in range(count)]
-    if not isinstance(kinds, list) or len(kinds) != count or not set(kinds) <= {"dense", "sparse"}:
-        raise ValueError(
-            f"config.json: mlp_layer_types must be dense or sparse for each of {count} layers, got {kinds!r}"
-        )
-    return [mlp(config) if kind == "dense" else experts for kind in kinds]
+    return [experts if sparse else mlp(config) for sparse in sparse_layers(config)]
 
 
 def _layers(config: ConfigReader, experts: MoESpec, **axes: Any) -> tuple[LayerSpec, ...]:
