@@ -100,6 +100,15 @@ def test_llama_4_scout():
     assert 107e9 < parameters(spec) < 108e9
 
 
+def test_waves_of_llama_4_scout():
+    """Its two factors are equal: waves of more than the trained length are slowed, all others kept."""
+    cos, sin = spec_from_config(LLAMA_4_SCOUT).layers[0].attention.rope.table(2)[1].double().chunk(2)
+    frequencies = 500000.0 ** (-torch.arange(64, dtype=torch.float64) / 64)
+    want = torch.where(2 * torch.pi / frequencies < 8192, frequencies, frequencies / 16)
+    torch.testing.assert_close(torch.atan2(sin, cos), want, rtol=1e-4, atol=1e-9)
+    assert (want < frequencies).sum() == 29
+
+
 def scout_names(layers: int) -> list[str]:
     """As Scout's index lists them."""
     names = ["embed_tokens.weight", "norm.weight"]
