@@ -7,7 +7,7 @@ from support.real_configs import LLAMA_3_1_8B, QWEN3_0_6B
 from support.tiny_models import ALL_FAMILIES, NOT_IN_TRANSFORMERS, reference_config, tiny_config
 from transformers import AutoConfig
 
-from tritonllm.layers.attention import QueryGrowth
+from tritonllm.layers.attention import QueryScaling
 from tritonllm.layers.mlp import MLPSpec
 from tritonllm.layers.moe import MoESpec
 from tritonllm.layers.rope import RopeSpec
@@ -100,6 +100,7 @@ NEEDED = {
     *("attention_types", "num_layers", "num_heads"),
     *("intermediate_size", "d_model", "n_layers", "n_heads", "n_embd", "n_layer", "n_head", "ffn_dim"),
 }
+NO_DEFAULT = {"dots1": {"n_routed_experts", "num_experts_per_tok"}}  # its class leaves them out
 
 
 @pytest.mark.parametrize("family", [family for family in ALL_FAMILIES if family not in NOT_IN_TRANSFORMERS])
@@ -115,7 +116,8 @@ def test_fields_left_out(family):
         config["num_attention_heads"] = 20
     if family == "gpt_neo":
         config["num_heads"] = 32
-    config = {key: value for key, value in config.items() if key in NEEDED}
+    needed = NEEDED | NO_DEFAULT.get(family, set())
+    config = {key: value for key, value in config.items() if key in needed}
     theirs = AutoConfig.for_model(family, **{key: value for key, value in config.items() if key != "model_type"})
     assert spec_from_config(config) == spec_from_config({**theirs.to_dict(), "architectures": config["architectures"]})
 
@@ -298,6 +300,33 @@ def test_bad_sizes(name, value):
         ("gemma3_text", {"attn_logit_softcapping": 3.0}, "attn_logit_softcapping=3.0 is not supported"),
         ("gpt_oss", {"swiglu_limit": 6.0}, "swiglu_limit other than 7.0 is not supported, got 6.0"),
         ("mixtral", {"num_experts_per_tok": 5}, "top_k must be from 1 to the 4 experts"),
+        ("llama", {"hidden_size": 100, "head_dim": None}, "head_size must be a multiple of 8 from 16 to 512, got 25"),
+        ("glm4_moe", {"head_dim": 42}, "head_size must be a multiple of 8 from 16 to 512, got 42"),
+        ("minimax_m2", {"rotary_dim": 0}, "rotary_dim must be an integer of at least 1, got 0"),
+        (
+            "minimax_m2",
+            {"scoring_func": "softmax"},
+            "scoring_func other than 'sigmoid' is not supported, got 'softmax'",
+        ),
+        ("minimax_m2", {"attn_type_list": [1, 0, 1]}, "attn_type_list other than .* is not supported"),
+        ("hy_v3", {"mlp_bias": True}, "mlp_bias other than False is not supported, got True"),
+        ("hy_v3", {"mlp_layer_types": ["dense"]}, "mlp_layer_types must be dense or sparse for each of 3 layers"),
+        ("solar_open", {"use_qk_norm": True}, "use_qk_norm other than False is not supported, got True"),
+        ("llama4_text", {"num_experts_per_tok": 2}, "num_experts_per_tok other than 1 is not supported, got 2"),
+        ("llama4_text", {"moe_layers": 2}, "moe_layers must be a list of numbers of layers, got 2"),
+        (
+            "llama4_text",
+            {"layer_types": ["sliding_attention"] * 3},
+            "layer_types must be chunked_attention or full_att",
+        ),
+        ("llama4_text", {"attention_chunk_size": 0}, "attention_chunk_size must be an integer of at least 1, got 0"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported"),
+        ("cohere2_moe", {"expert_selection_fn": "max"}, "expert_selection_fn must be softmax or sigmoid, got 'max'"),
+        (
+            "cohere2_moe",
+            {"shared_expert_combination_strategy": "max"},
+            "shared_expert_combination_strategy must be sum or average, got 'max'",
+        ),
         ("glm4_moe", {"n_group": 3}, r"num_groups \(3\) must divide num_experts \(8\)"),
         (
             "exaone4",
@@ -378,6 +407,8 @@ def test_only_families_that_draft_have_extra_layers():
     assert not is_extra(glm, "model.layers.30.eh_proj.weight")
     assert not is_extra(qwen, "model.layers.3.eh_proj.weight")
     ernie = spec_from_config(tiny_config("ernie4_5_moe"))
+    exaone = spec_from_config(tiny_config("exaone_moe"))
+    assert is_extra(exaone, "mtp.layers.0.mlp.up_proj.weight") and not is_extra(exaone, "model.layers.3.fc.weight")
     assert is_extra(ernie, "model.mtp_block.0.mlp.up_proj.weight") and not is_extra(ernie, "model.norm.weight")
 
 
@@ -422,10 +453,10 @@ def test_axes_of_published_models():
 def test_queries_grow_only_where_they_can():
     """What the first positions do not have costs nothing in a model that is served with short sequences."""
     spec = spec_from_config(tiny_config("ministral3"))
-    assert [layer.attention.query_growth for layer in spec.layers] == [QueryGrowth(beta=0.7, length=10)] * 3
+    assert [layer.attention.query_scaling for layer in spec.layers] == [QueryScaling(every=10, factor=0.7)] * 3
     assert spec.up_to(11) == spec
-    assert {layer.attention.query_growth for layer in spec.up_to(10).layers} == {None}
-    factors = QueryGrowth(beta=0.5, length=4).factors(torch.tensor([0, 3, 4, 11]))
+    assert {layer.attention.query_scaling for layer in spec.up_to(10).layers} == {None}
+    factors = QueryScaling(every=4, factor=0.5).of(torch.tensor([0, 3, 4, 11]))
     assert factors.tolist() == pytest.approx([1.0, 1.0, 1 + 0.5 * math.log(2), 1 + 0.5 * math.log(3)])
 
 

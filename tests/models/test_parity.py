@@ -141,6 +141,43 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0, "norm_topk_prob": False},
     ),
     "glm4-moe-plain": ("glm4_moe", {"n_group": 1, "topk_group": 1, "use_qk_norm": False, "norm_topk_prob": False}),
+    "dots1-plain": ("dots1", {"sliding_window": None, "n_shared_experts": 1, "attention_bias": False}),
+    "solar-open-biases": ("solar_open", {"attention_bias": True, "rope_scaling": None, "n_group": 2}),
+    "hy3-layers": ("hy_v3", {"mlp_layer_types": ["sparse", "dense", "sparse"], "attention_bias": True}),
+    "minimax-m2-whole-heads": ("minimax_m2", {"rotary_dim": None, "num_key_value_heads": 4}),
+    "exaone-moe-pattern": (
+        "exaone_moe",
+        {"layer_types": None, "sliding_window_pattern": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0},
+    ),
+    "olmoe-biases": ("olmoe", {"attention_bias": True, "norm_topk_prob": True, "num_key_value_heads": 4}),
+    "granite-moe-shared-tied": ("granitemoeshared", {"shared_intermediate_size": 0, "attention_bias": True}),
+    "cohere2-moe-sums": (
+        "cohere2_moe",
+        {
+            "rms_norm_eps": 1e-5,
+            "expert_selection_fn": "softmax",
+            "shared_expert_combination_strategy": "sum",
+            "prefix_dense_sliding_window_pattern": 2,
+            "attention_bias": True,
+        },
+    ),
+    "cohere2-moe-plain": (
+        "cohere2_moe",
+        {"num_shared_experts": 0, "norm_topk_prob": False, "first_k_dense_replace": 0, "tie_word_embeddings": False},
+    ),
+    "llama4-plain": (
+        "llama4_text",
+        {
+            "use_qk_norm": False,
+            "attn_temperature_tuning": False,
+            "attention_bias": True,
+            "moe_layers": None,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layers": None,
+            "no_rope_layer_interval": 3,
+            "rope_scaling": None,
+        },
+    ),
     "ernie4.5-biases": ("ernie4_5", {"use_bias": True, "tie_word_embeddings": False, "head_dim": 16}),
     "ernie4.5-moe-some-layers": (
         "ernie4_5_moe",

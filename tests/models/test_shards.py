@@ -79,15 +79,23 @@ def test_vocabulary(rows, size):
     assert all(len(mine) == min(each, max(0, rows - rank * each)) for rank, mine in enumerate(held))
 
 
+def count_of(family: str) -> str:
+    """The field that says how many experts there are."""
+    others = {"glm4_moe": "n_routed_experts", "ernie4_5_moe": "moe_num_experts"}
+    local = family in ("mixtral", "gpt_oss", "granitemoeshared")
+    return "num_local_experts" if local else others.get(family, "num_experts")
+
+
 @given(
-    family=st.sampled_from(["mixtral", "qwen2_moe", "glm4_moe", "gpt_oss", "ernie4_5_moe", "hunyuan_v1_moe"]),
+    family=st.sampled_from(
+        ["mixtral", "qwen2_moe", "glm4_moe", "gpt_oss", "ernie4_5_moe", "hunyuan_v1_moe", "granitemoeshared"]
+    ),
     each=st.integers(1, 3),
     size=st.sampled_from([2, 4]),
 )
 def test_parts_of_whole_experts(family, each, size):
     """Also of experts that are one tensor, transposed, whose gate and up alternate, with biases."""
-    names = {"mixtral": "num_local_experts", "gpt_oss": "num_local_experts", "glm4_moe": "n_routed_experts"}
-    count = names.get(family, "moe_num_experts" if family == "ernie4_5_moe" else "num_experts")
+    count = count_of(family)
     changes = {count: 4 * each * size}  # one family has four groups of them
     whole = spec_of(family, **changes, num_attention_heads=4, num_key_value_heads=2)
     spec = by_expert(whole)
@@ -105,8 +113,7 @@ def test_parts_of_whole_experts(family, each, size):
 )
 def test_parts_of_placed_experts(family, size, redundant, load):
     """Some of them on several ranks, and no layer as the next one."""
-    names = {"mixtral": "num_local_experts", "gpt_oss": "num_local_experts", "glm4_moe": "n_routed_experts"}
-    count = names.get(family, "moe_num_experts" if family == "ernie4_5_moe" else "num_experts")
+    count = count_of(family)
     whole = spec_of(family, **{count: 8}, num_attention_heads=4, num_key_value_heads=2)
     loads = {place: (*load[place:], *load[:place]) for place in whole.experts}
     spec = by_expert(whole, rebalance(ExpertLoad(whole.architecture, loads), size, redundant))
@@ -117,14 +124,15 @@ def test_parts_of_placed_experts(family, size, redundant, load):
 
 
 @given(
-    family=st.sampled_from(["mixtral", "qwen2_moe", "glm4_moe", "gpt_oss", "ernie4_5_moe", "hunyuan_v1_moe"]),
+    family=st.sampled_from(
+        ["mixtral", "qwen2_moe", "glm4_moe", "gpt_oss", "ernie4_5_moe", "hunyuan_v1_moe", "granitemoeshared"]
+    ),
     each=st.integers(1, 3),
     size=st.sampled_from([2, 3, 4]),
 )
 def test_parts_of_shared_experts(family, each, size):
     """Each expert is on one rank, and all else on all of them."""
-    names = {"mixtral": "num_local_experts", "gpt_oss": "num_local_experts", "glm4_moe": "n_routed_experts"}
-    count = names.get(family, "moe_num_experts" if family == "ernie4_5_moe" else "num_experts")
+    count = count_of(family)
     spec = spec_of(family, **{count: 4 * each * size})
     shards, of_experts = expert_splits(spec), {"gate_up", "gate_up_bias", "down", "down_bias"}
     assert shards.keys() == {f"layers.{place}.mlp.{name}" for place in spec.experts for name in of_experts}

@@ -38,6 +38,10 @@ EXPERTS = {  # of each family so many that 4 ranks have equally many
     "ernie4_5_moe": {},
     "hunyuan_v1_moe": {"num_experts": 8},
     "gpt_oss": {},
+    "hy_v3": {},
+    "granitemoeshared": {},
+    "cohere2_moe": {},
+    "llama4_text": {},
 }
 TOKENS = 23, 0, 9, 14  # of each rank
 ROWS = 32  # of any step

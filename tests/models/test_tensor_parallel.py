@@ -106,6 +106,10 @@ EXPERTS = {  # of each family so many that 4 ranks have equally many
     "ernie4_5_moe": {},
     "hunyuan_v1_moe": {"num_experts": 8},
     "gpt_oss": {},
+    "hy_v3": {},
+    "granitemoeshared": {},
+    "cohere2_moe": {},
+    "llama4_text": {},
 }
 
 

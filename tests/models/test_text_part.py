@@ -82,6 +82,25 @@ CASES = {
         {"out_hidden_size": 48, "deepstack_visual_indexes": []},
         QWEN,
     ),
+    "glm4.1v": (
+        "glm4v",
+        {"rope_parameters": {**MROPE, "mrope_section": [1, 2, 1], "partial_rotary_factor": 0.5}, **NO_HEAD},
+        {"out_hidden_size": 64},
+        {"image_token_id": 90, "video_token_id": 91},
+    ),
+    "glm4.5v": (
+        "glm4v_moe",
+        {
+            "rope_parameters": {**MROPE, "mrope_section": [1, 2, 1], "partial_rotary_factor": 0.5},
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "moe_intermediate_size": 24,
+            **NO_HEAD,
+        },
+        {"out_hidden_size": 64},
+        {"image_token_id": 90, "video_token_id": 91},
+    ),
     "internvl": (
         "internvl",
         {"model_type": "qwen3"},

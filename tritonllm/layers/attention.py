@@ -29,26 +29,39 @@ from tritonllm.layers.residual import Addend
 from tritonllm.layers.rope import RopeSpec
 
 
-@dataclass(frozen=True, kw_only=True)
-class QueryGrowth:
-    """Queries that grow with their position ``p``, by a factor ``1 + beta * log(1 + floor(p / length))``.
+def check_head_size(size: int) -> None:
+    """Check that the kernels of attention know heads of so many elements.
 
-    Nakanishi, "Scalable-Softmax Is Superior for Attention" (2025), as Ministral 3 has it: none before ``length``.
+    Raises:
+        ValueError: they do not.
+    """
+    if size % 8 or not 16 <= size <= 512:
+        raise ValueError(f"head_size must be a multiple of 8 from 16 to 512, got {size}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueryScaling:
+    """Queries that grow with their position p, by ``1 + factor * log(1 + floor((p + shift) / every))``.
+
+    Nakanishi, "Scalable-Softmax Is Superior for Attention" (2025), as Llama 4 and Ministral 3 have it.
 
     Attributes:
-        beta: the strength.
-        length: positions of a step of it.
+        every: positions of a step of it.
+        factor: the strength.
+        shift: 1 where positions are counted from 1 (Llama 4).
     """
 
-    beta: float
-    length: int
+    every: int
+    factor: float
+    shift: int = 0
 
     def __post_init__(self) -> None:
-        at_least("length", self.length, 1)
+        at_least("every", self.every, 1)
 
-    def factors(self, positions: torch.Tensor) -> torch.Tensor:
-        """``positions[T]`` -> ``[T]`` float32."""
-        return torch.log1p((positions // self.length).float()).mul_(self.beta).add_(1.0)
+    def of(self, positions: torch.Tensor) -> torch.Tensor:
+        """``[T]`` int64 -> ``[T]`` float64: so exact that a logarithm has the same float32 in a vector and alone."""
+        steps = torch.div(positions + self.shift, self.every, rounding_mode="floor")
+        return steps.double().log1p() * self.factor + 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +81,8 @@ class AttentionSpec:
         qk_norm_after_rope: whether that norm comes after the rotation instead of before (Hunyuan).
         qk_norm_over: what shares a norm's statistics and weights: each ``head`` its own statistics with the same
             weights, each of the ``heads`` with weights of its own, or ``all`` heads at once.
-        query_growth: how queries grow with their position; ``None`` for not at all. Without ``qk_norm``.
         rope: rotation of queries and keys; ``None`` for none.
+        query_scaling: how queries grow with their position; ``None`` for not at all. Without ``qk_norm``.
         window: keys that a token sees, itself included; ``None`` for all.
         softcap: replaces logits ``s`` by ``softcap * tanh(s / softcap)``; 0 for none.
         sinks: each head has a learned logit that takes weight and gives no value (GPT-OSS).
@@ -88,8 +101,8 @@ class AttentionSpec:
     qk_norm: NormSpec | None = None
     qk_norm_over: Literal["head", "heads", "all"] = "head"
     qk_norm_after_rope: bool = False
-    query_growth: QueryGrowth | None = None
     rope: RopeSpec | None = None
+    query_scaling: QueryScaling | None = None
     window: int | None = None
     softcap: float = 0.0
     sinks: bool = False
@@ -100,14 +113,13 @@ class AttentionSpec:
         at_least("window", self.window, 1)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
-        if self.head_size % 8 or not 16 <= self.head_size <= 512:
-            raise ValueError(f"head_size must be a multiple of 8 from 16 to 512, got {self.head_size}")
+        check_head_size(self.head_size)
         if self.rope is not None and self.rope.rotary_dim > self.head_size:
             raise ValueError(f"rotary_dim must be at most head_size={self.head_size}, got {self.rope.rotary_dim}")
         if self.qk_norm_after_rope and (self.qk_norm is None or self.rope is None):
             raise ValueError("qk_norm_after_rope needs a qk_norm and a rope")
-        if self.query_growth is not None and self.qk_norm is not None:
-            raise ValueError("query_growth with a qk_norm is not supported")
+        if self.query_scaling is not None and self.qk_norm is not None:
+            raise ValueError("query_scaling with a qk_norm is not supported")
         if self.alibi_slopes is not None and len(self.alibi_slopes) != self.num_heads:
             raise ValueError(f"alibi_slopes must have one entry for each of {self.num_heads} heads")
 
@@ -189,9 +201,9 @@ class Attention(nn.Module):
         """What lies between the two projections: ``qkv[T, (H + 2 K) D]``, overwritten, -> ``[T, H D]``."""
         if self.spec.clip_qkv is not None:
             qkv.clamp_(-self.spec.clip_qkv, self.spec.clip_qkv)
-        if self.spec.query_growth is not None:  # a rotation is linear, so it may come after
-            q, _ = self._queries_and_keys(qkv)
-            q *= self.spec.query_growth.factors(positions).to(q.dtype)[:, None, None]
+        if self.spec.query_scaling is not None:  # a rotation is linear, so it may come after
+            queries, _ = self._queries_and_keys(qkv)
+            queries *= self.spec.query_scaling.of(positions).to(qkv.dtype)[:, None, None]
         if self.spec.qk_norm_after_rope:
             assert cos_sin_cache is not None and self.spec.rope is not None
             apply_rope(*self._queries_and_keys(qkv), positions, cos_sin_cache, interleaved=self.spec.rope.interleaved)

@@ -39,7 +39,9 @@ class MoESpec:
         num_groups: experts are chosen within the best ``top_k_groups`` of this many groups; 1 for no groups.
         top_k_groups: see ``num_groups``.
         scale: multiplies the weights.
+        weights_on_input: a weight multiplies what goes into its expert, not what comes out (Llama 4); with ``top_k`` 1.
         shared: an MLP that every token goes through as well.
+        shared_scale: multiplies that MLP's output (Cohere 2 averages).
         shared_gate: a sigmoid of one more projection multiplies the shared MLP's output (Qwen2-MoE).
         by_expert: several ranks have whole experts, each some of them, instead of a part of every expert.
         slots: the expert in each slot of all ranks together, those of rank 0 first, with ``by_expert``: an expert may
@@ -64,7 +66,9 @@ class MoESpec:
     num_groups: int = 1
     top_k_groups: int = 1
     scale: float = 1.0
+    weights_on_input: bool = False
     shared: MLPSpec | None = None
+    shared_scale: float = 1.0
     shared_gate: bool = False
     by_expert: bool = False
     slots: tuple[int, ...] | None = field(default=None, compare=False)
@@ -89,6 +93,8 @@ class MoESpec:
         available = self.num_experts // self.num_groups * self.top_k_groups
         if not 1 <= self.top_k <= available:
             raise ValueError(f"top_k must be from 1 to the {available} experts to choose from, got {self.top_k}")
+        if self.weights_on_input and self.top_k != 1:
+            raise ValueError(f"weights_on_input needs top_k=1, got {self.top_k}")
 
 
 class Routed(NamedTuple):
@@ -185,7 +191,7 @@ class MoE(nn.Module):
         self, x: Routed, residual: torch.Tensor | None, scale: float, following: Norm | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """The experts' part, as :func:`moe_from_logits` returns it; in several operations if experts are counted or
-        elsewhere."""
+        elsewhere, or if weights go into them."""
         spec = self.spec
         rule: dict[str, Any] = {
             "renormalize": spec.renormalize,
@@ -205,15 +211,18 @@ class MoE(nn.Module):
             norm = following.spec
             end |= {"norm_weight": following.weight, "norm_eps": norm.eps, "norm_weight_offset": norm.weight_offset}
         weights, bias = (Weight(self.gate_up), Weight(self.down)), self.correction_bias
-        if x.counter is None and x.exchanged is None:
+        if x.counter is None and x.exchanged is None and not spec.weights_on_input:
             chosen: dict[str, Any] = {"correction_bias": bias, "routing_scale": spec.scale}
             return moe_from_logits(x.rows, x.logits, *weights, spec.top_k, **chosen, **rule, **experts, **end)
         choice = moe_route(x.logits, spec.top_k, bias=bias, scale=spec.scale, **rule)
         if x.counter is not None:
             count_experts(choice[1], x.counter.marks, x.counter.counts)
+        rows = x.rows
+        if spec.weights_on_input:
+            rows, choice = rows * choice[0].to(rows.dtype), (torch.ones_like(choice[0]), choice[1])
         if x.exchanged is None:
-            return fused_moe(x.rows, *weights, *choice, batch_invariant=self.batch_invariant, **experts, **end)
-        return self._exchanged(x.rows, x.exchanged, choice, experts, residual, scale, following)
+            return fused_moe(rows, *weights, *choice, batch_invariant=self.batch_invariant, **experts, **end)
+        return self._exchanged(rows, x.exchanged, choice, experts, residual, scale, following)
 
     def _exchanged(
         self,
@@ -242,7 +251,7 @@ class MoE(nn.Module):
         """Add ``scale`` times what the shared MLP, if there is one, makes of the same rows."""
         if self.shared is None:
             return
-        part = self.shared(BlockInput(rows))
+        part, scale = self.shared(BlockInput(rows)), scale * self.spec.shared_scale
         if self.shared_gate is None:
             part.product.add_to(out, part.x, scale)
         else:

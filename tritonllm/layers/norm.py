@@ -25,7 +25,7 @@ class NormSpec:
     Attributes:
         kind: ``rms`` divides by the root mean square; ``layer`` subtracts the mean first.
         eps: added to the mean square or the variance.
-        weight: whether there is a weight; only a layer norm may have none.
+        weight: whether there is a weight.
         bias: whether a layer norm adds a bias.
         weight_offset: added to the weight of an RMS norm (Gemma stores its difference from 1).
     """
@@ -37,8 +37,8 @@ class NormSpec:
     weight_offset: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.kind == "rms" and (self.bias or not self.weight):
-            raise ValueError(f"an RMS norm has a weight and no bias, got weight={self.weight}, bias={self.bias}")
+        if self.kind == "rms" and self.bias:
+            raise ValueError("an RMS norm has no bias, got bias=True")
         if self.kind == "layer" and self.weight_offset:
             raise ValueError(f"a layer norm has no weight_offset, got {self.weight_offset}")
 
@@ -52,11 +52,16 @@ class Norm(nn.Module):
     """
 
     batch_invariant = False
+    weight: torch.Tensor | None
 
     def __init__(self, shape: tuple[int, ...], spec: NormSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.spec = spec
-        self.weight = empty_parameter(*shape, dtype=dtype, device=device) if spec.weight else None
+        if spec.weight:
+            self.weight = empty_parameter(*shape, dtype=dtype, device=device)
+        else:  # kernels of RMS norms read one
+            ones = torch.ones(shape, dtype=dtype, device=device) if spec.kind == "rms" else None
+            self.register_buffer("weight", ones, persistent=False)
         self.bias = empty_parameter(*shape, dtype=dtype, device=device) if spec.bias else None
         self._of_rows = len(shape) == 1
 

@@ -97,10 +97,10 @@ class ModelSpec:
         """The model for sequences of at most ``length`` tokens, without what only longer ones have."""
 
         def shortened(layer: LayerSpec) -> LayerSpec:
-            growth = layer.attention.query_growth
-            if growth is None or length > growth.length:
+            scaling = layer.attention.query_scaling
+            if scaling is None or length + scaling.shift > scaling.every:
                 return layer
-            return dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, query_growth=None))
+            return dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, query_scaling=None))
 
         return dataclasses.replace(self, layers=tuple(shortened(layer) for layer in self.layers))
 

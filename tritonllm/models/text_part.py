@@ -1,9 +1,9 @@
 """The text model of a checkpoint that reads images or sound, too: its configuration, and which tensors are its own.
 
 Such a ``config.json`` has the text model's in ``text_config`` (``llm_config`` in InternVL's own form), or its fields
-beside ``vision_config`` (Qwen2-VL's first form). Positions of text are the same in all three sections of Qwen's
-multimodal rotary embedding, so the plain rotation computes it. Where a configuration leaves out what its class has by
-default, transformers fills it in. Towers and projectors are not loaded.
+beside ``vision_config`` (Qwen2-VL's first form). Positions of text are the same in all three sections of Qwen's and
+GLM's multimodal rotary embedding, so the plain rotation computes it. Where a configuration leaves out what its class
+has by default, transformers fills it in. Towers and projectors are not loaded.
 """
 
 from collections.abc import Mapping
@@ -18,9 +18,17 @@ SAME_AS = {
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
+    "glm4v_text": "glm4",
+    "glm4v_moe_text": "glm4_moe",
 }
 # What their classes do without a field for it.
-FIXED: dict[str, dict[str, Any]] = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
+FIXED: dict[str, dict[str, Any]] = {
+    "qwen3_vl_moe_text": {"norm_topk_prob": True},
+    "glm4v_text": {"attention_bias": True},
+    "glm4v_moe_text": {"use_qk_norm": False},
+}
+# What they make of fields that a file leaves out, where the other text model makes something else of them.
+LEFT_OUT: dict[str, dict[str, Any]] = {"glm4v_text": {"head_dim": None, "partial_rotary_factor": 1.0}}
 # Whose text is computed in another way than the text model's class does: without logit_scale, and (PaliGemma) with
 # prompts whose tokens see those behind them.
 UNCLEAR = {"aya_vision", "cohere2_vision", "paligemma"}
@@ -74,7 +82,7 @@ def text_part(config: Config, by_type: Mapping[str, str]) -> dict[str, Any] | No
     family = SAME_AS.get(kind, kind)
     if family not in by_type or config.get("model_type") in UNCLEAR:
         return None
-    part = _with_defaults(kind, part) if found else part
+    part = LEFT_OUT.get(kind, {}) | (_with_defaults(kind, part) if found else part)
     part |= {name: config[name] for name in OUTER if config.get(name) is not None}
     for name in ROTARY:
         if isinstance(part.get(name), Mapping):

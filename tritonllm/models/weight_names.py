@@ -32,9 +32,11 @@ class WeightNames:
         xielu: the activation's module, of an MLP whose activation has parameters (Apertus).
         transposed: whether weights of the blocks' projections are ``[in, out]``.
         correction_bias_is_row: whether the tensor of the correction bias is ``[1, experts]`` (ERNIE 4.5).
-        expert_up, expert_down: names of projections within one expert.
+        expert_up, expert_down: names of projections within one expert; without the first, experts are stacked only.
         stacked_up, stacked_down: names of tensors of all experts, where a checkpoint has those instead.
-        stacked_interleaved: whether the stacked tensors are transposed, and gate and up alternate (GPT-OSS).
+        shared_up, shared_down: names of projections within the shared MLP; ``shared_up`` as ``up``.
+        stacked_transposed: whether the stacked tensors are transposed, and the only ones (GPT-OSS, Llama 4).
+        stacked_interleaved: whether gate and up alternate in those (GPT-OSS).
         head: dense layers in the place of the output projection, and their norms.
     """
 
@@ -68,12 +70,15 @@ class WeightNames:
     correction_bias: str = "mlp.gate.e_score_correction_bias"
     correction_bias_is_row: bool = False
     experts: str = "mlp.experts"
-    expert_up: tuple[str, str] = ("gate_proj", "up_proj")
+    expert_up: tuple[str, ...] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
     stacked_up: str = "mlp.experts.gate_up_proj"
     stacked_down: str = "mlp.experts.down_proj"
+    stacked_transposed: bool = False
     stacked_interleaved: bool = False
     shared: str = "mlp.shared_experts"
+    shared_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    shared_down: str = "down_proj"
     shared_gate: str = "mlp.shared_expert_gate"
     head: tuple[str, ...] = ()
     head_norms: tuple[str, ...] = ()
@@ -251,21 +256,21 @@ def _moe(hidden: int, spec: MoESpec, names: WeightNames, theirs: str, ours: str)
         row = names.correction_bias_is_row
         shape = (1, spec.num_experts) if row else (spec.num_experts,)
         yield theirs + names.correction_bias, Slot(parameter=f"{ours}.correction_bias", shape=shape, is_row=row)
-    if names.stacked_interleaved:
-        yield from _interleaved_experts(hidden, spec, names, theirs, ours)
+    if names.stacked_transposed:
+        yield from _transposed_experts(hidden, spec, names, theirs, ours)
     else:
         yield from _experts(hidden, spec, names, theirs, ours)
     if spec.shared is not None:
         shared = theirs + names.shared
-        up = (f"{shared}.gate_proj", f"{shared}.up_proj")
-        yield from _mlp(hidden, spec.shared, up, f"{shared}.down_proj", f"{ours}.shared")
+        up = tuple(f"{shared}.{name}" for name in names.shared_up)
+        yield from _mlp(hidden, spec.shared, up, f"{shared}.{names.shared_down}", f"{ours}.shared")
     if spec.shared_gate:
         yield from _linear(theirs + names.shared_gate, f"{ours}.shared_gate", 1, hidden, bias=False)
 
 
 def _experts(hidden: int, spec: MoESpec, names: WeightNames, theirs: str, ours: str) -> Iterator[Entry]:
     inner, count = spec.intermediate_size, spec.num_experts
-    for e in range(count):
+    for e in range(count) if names.expert_up else ():
         expert = f"{theirs}{names.experts}.{e}"
         for i, name in enumerate(names.expert_up):
             slot = Slot(parameter=f"{ours}.gate_up", shape=(inner, hidden), expert=e, start=i * inner)
@@ -277,9 +282,9 @@ def _experts(hidden: int, spec: MoESpec, names: WeightNames, theirs: str, ours: 
     yield theirs + names.stacked_down, Slot(parameter=f"{ours}.down", shape=(count, hidden, inner), axis=1)
 
 
-def _interleaved_experts(hidden: int, spec: MoESpec, names: WeightNames, theirs: str, ours: str) -> Iterator[Entry]:
+def _transposed_experts(hidden: int, spec: MoESpec, names: WeightNames, theirs: str, ours: str) -> Iterator[Entry]:
     inner, count = spec.intermediate_size, spec.num_experts
-    order = tuple(i % 2 * inner + i // 2 for i in range(2 * inner))
+    order = tuple(i % 2 * inner + i // 2 for i in range(2 * inner)) if names.stacked_interleaved else None
     shape = (count, hidden, 2 * inner)
     up = Slot(parameter=f"{ours}.gate_up", shape=shape, axis=1, transposed=True, order=order)
     down = Slot(parameter=f"{ours}.down", shape=(count, inner, hidden), axis=1, transposed=True)

@@ -257,7 +257,7 @@ def test_cache_dtype_and_device():
         ({"rope_type": "yarn", "factor": 2.0}, "'yarn' needs a positive 'original_max_position_embeddings'"),
         ({"rope_type": "yarn", "original_max_position_embeddings": 8}, "'yarn' needs a positive 'factor'"),
         ({**SCALINGS["llama3"], "low_freq_factor": None}, "'llama3' needs a positive 'low_freq_factor'"),
-        ({**SCALINGS["llama3"], "low_freq_factor": 4.0}, "low_freq_factor must be less"),
+        ({**SCALINGS["llama3"], "low_freq_factor": 4.5}, "low_freq_factor must be at most"),
         ({"type": "su", "original_max_position_embeddings": 8}, "'longrope' needs a positive 'short_factor'"),
         (longrope(16, long_factor=None), "'longrope' needs a positive 'long_factor'"),
         (longrope(16, long_factor=[1.0] * 7), r"long_factor must have 8 numbers \(rotary_dim / 2\), got 7"),

@@ -67,9 +67,12 @@ def _llama3(scaling: Scaling, base: float, rotary_dim: int, trained: int) -> tor
     """Long waves are slowed by `factor`, short ones kept, those between interpolated (Llama 3.1)."""
     frequencies = _frequencies(base, rotary_dim)
     low, high = _need(scaling, "low_freq_factor"), _need(scaling, "high_freq_factor")
-    require(low < high, f"scaling: low_freq_factor must be less than high_freq_factor, got {low} and {high}")
+    require(low <= high, f"scaling: low_freq_factor must be at most high_freq_factor, got {low} and {high}")
     turns = trained / (2 * math.pi / frequencies)  # in the trained context
-    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    if low == high:  # Llama 4 Scout: nothing in between
+        keep = (turns > low).to(frequencies.dtype)
+    else:
+        keep = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - keep) * frequencies / _need(scaling, "factor") + keep * frequencies
 
 

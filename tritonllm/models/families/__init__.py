@@ -15,6 +15,7 @@ from tritonllm.models.families import (
     alibi,
     apertus,
     bert,
+    cohere_moe,
     ernie,
     exaone,
     experts,
@@ -22,12 +23,15 @@ from tritonllm.models.families import (
     gpt,
     gpt_neo,
     granite,
+    granite_moe,
     hunyuan,
     internlm,
     llama,
+    llama4,
     ministral,
     nemotron,
     olmo,
+    sigmoid_experts,
     starcoder,
 )
 from tritonllm.models.families.common import Family
@@ -38,7 +42,8 @@ from tritonllm.models.spec import ModelSpec
 Config = Mapping[str, Any]
 
 _DENSE = (llama, ministral, granite, apertus, olmo, exaone, internlm, gemma, nemotron, gpt, gpt_neo, starcoder, alibi)
-_FILES = (*_DENSE, experts, ernie, hunyuan, bert)
+_EXPERTS = (experts, sigmoid_experts, granite_moe, cohere_moe, llama4)
+_FILES = (*_DENSE, *_EXPERTS, ernie, hunyuan, bert)
 FAMILIES: dict[str, Family] = {name: family for file in _FILES for name, family in file.FAMILIES.items()}
 _ALIASES = {alias: name for name, family in FAMILIES.items() for alias in family.aliases}
 _GENERATES = ("ForCausalLM", "LMHeadModel")  # ends of their names

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tritonllm.layers.attention import AttentionSpec
+from tritonllm.layers.attention import AttentionSpec, check_head_size
 from tritonllm.layers.mlp import MLPSpec
 from tritonllm.layers.moe import MoESpec
 from tritonllm.layers.norm import NormSpec
@@ -50,6 +50,20 @@ def always(names: WeightNames) -> Callable[[ModelSpec], WeightNames]:
     return lambda spec: names
 
 
+def check_fixed(config: ConfigReader, **values: tuple[Any, ...]) -> None:
+    """Check that fields that are there, and not null, have one of the values that a family computes.
+
+    Raises:
+        ValueError: one has another; the message names it.
+    """
+    for name, known in values.items():
+        value = config.get(name)
+        if value is not None and value not in known:
+            raise ValueError(
+                f"config.json: {name} other than {' or '.join(map(repr, known))} is not supported, got {value!r}"
+            )
+
+
 def rms_norm(config: ConfigReader, *, weight_offset: float = 0.0) -> NormSpec:
     return NormSpec(kind="rms", eps=config.epsilon("rms_norm_eps"), weight_offset=weight_offset)
 
@@ -59,9 +73,18 @@ def layer_norm(config: ConfigReader, *, weight: bool = True, bias: bool = True) 
 
 
 def head_size(config: ConfigReader) -> int:
-    """Elements of a head: ``head_dim``, or what the hidden size leaves to each."""
+    """Elements of a head: ``head_dim``, or what the hidden size leaves to each.
+
+    Raises:
+        ValueError: a bad field, or heads of a size that no kernel knows.
+    """
     heads = config.size("num_attention_heads")
-    return config.size_or("head_dim", config.size("hidden_size") // heads)
+    size = config.size_or("head_dim", config.size("hidden_size") // heads)
+    try:
+        check_head_size(size)
+    except ValueError as error:
+        raise ValueError(f"config.json: head_dim, or else hidden_size / num_attention_heads: {error}") from error
+    return size
 
 
 def attention(config: ConfigReader, *, num_kv_heads: int | None = None, **axes: Any) -> AttentionSpec:
@@ -83,6 +106,23 @@ def mlp(config: ConfigReader, *, gated: bool = True, bias: bool = False) -> MLPS
         config.size("intermediate_size") if gated else config.size_or("intermediate_size", 4 * config["hidden_size"])
     )
     return MLPSpec(intermediate_size=inner, activation=config.activation(), gated=gated, bias=bias)
+
+
+def sparse_layers(config: ConfigReader) -> list[bool]:
+    """Which layers have experts: by ``mlp_layer_types``, or those from ``first_k_dense_replace`` on.
+
+    Raises:
+        ValueError: a bad field.
+    """
+    kinds, count = config.get("mlp_layer_types"), config.size("num_hidden_layers")
+    if kinds is None:
+        dense = config.size("first_k_dense_replace", low=0)
+        return [i >= dense for i in range(count)]
+    if not isinstance(kinds, list) or len(kinds) != count or not set(kinds) <= {"dense", "sparse"}:
+        raise ValueError(
+            f"config.json: mlp_layer_types must be dense or sparse for each of {count} layers, got {kinds!r}"
+        )
+    return [kind == "sparse" for kind in kinds]
 
 
 def same_layers(config: ConfigReader, attention: AttentionSpec, mlp: MLPSpec | MoESpec) -> tuple[LayerSpec, ...]:

@@ -1,4 +1,4 @@
-"""Exaone 4: norms after each block, a norm of each head; where some layers have a window, the others do not rotate."""
+"""Exaone 4 and K-EXAONE: a norm of each head; where some layers have a window, the others do not rotate."""
 
 from typing import Any
 
@@ -7,7 +7,9 @@ from tritonllm.models.config_reader import ConfigReader
 from tritonllm.models.families.common import Family, always, attention, head_size, mlp, rms_norm
 from tritonllm.models.families.llama import COMMON
 from tritonllm.models.families.olmo import NAMES_OF_POST_NORMS
+from tritonllm.models.families.sigmoid_experts import blocks, sigmoid_experts
 from tritonllm.models.spec import LayerSpec
+from tritonllm.models.weight_names import WeightNames
 
 
 def _sliding(config: ConfigReader) -> list[bool]:
@@ -27,30 +29,68 @@ def _sliding(config: ConfigReader) -> list[bool]:
     return [(i + 1) % every != 0 for i in range(count)]
 
 
-def _exaone4(config: ConfigReader) -> dict[str, Any]:
-    norm, rope, block = rms_norm(config), config.rope(head_size(config)), mlp(config)
-    hybrid = config.window() is not None
+def _attentions(config: ConfigReader) -> list[AttentionSpec]:
+    """The attention of each layer."""
+    norm, rope, hybrid = rms_norm(config), config.rope(head_size(config)), config.window() is not None
 
     def attends(window: int | None) -> AttentionSpec:
         return attention(config, window=window, rope=None if hybrid and window is None else rope, qk_norm=norm)
 
-    layers = tuple(LayerSpec(attention=attends(window), mlp=block) for window in config.windows(_sliding(config)))
-    return {"norm": norm, "norm_position": "post", "layers": layers}
+    return [attends(window) for window in config.windows(_sliding(config))]
 
+
+def _exaone4(config: ConfigReader) -> dict[str, Any]:
+    """Norms after each block."""
+    block = mlp(config)
+    layers = tuple(LayerSpec(attention=attends, mlp=block) for attends in _attentions(config))
+    return {"norm": rms_norm(config), "norm_position": "post", "layers": layers}
+
+
+def _exaone_moe(config: ConfigReader) -> dict[str, Any]:
+    experts = sigmoid_experts(config, shared="num_shared_experts")
+    pairs = zip(_attentions(config), blocks(config, experts), strict=True)
+    return {
+        "norm": rms_norm(config),
+        "layers": tuple(LayerSpec(attention=attends, mlp=block) for attends, block in pairs),
+    }
+
+
+_EXAONE: dict[str, Any] = {
+    **COMMON,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 2048,
+    "num_key_value_heads": 32,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 4,
+}
 
 FAMILIES: dict[str, Family] = {
     "Exaone4ForCausalLM": Family(
         model_type="exaone4",
         axes=_exaone4,
         names=always(NAMES_OF_POST_NORMS),
+        defaults={**_EXAONE, "eos_token_id": 2},
+    ),
+    "ExaoneMoEForCausalLM": Family(
+        model_type="exaone_moe",
+        axes=_exaone_moe,
+        names=always(WeightNames(correction_bias="mlp.e_score_correction_bias")),
         defaults={
-            **COMMON,
-            "rms_norm_eps": 1e-5,
-            "max_position_embeddings": 2048,
-            "num_key_value_heads": 32,
-            "sliding_window": 4096,
-            "sliding_window_pattern": 4,
-            "eos_token_id": 2,
+            **_EXAONE,
+            "eos_token_id": 53,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 1024,
+            "n_routed_experts": 64,
+            "num_experts_per_tok": 8,
+            "num_shared_experts": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "n_group": 1,
+            "topk_group": 1,
         },
+        renames={"num_experts": "n_routed_experts"},
+        reads=frozenset({"num_experts"}),
+        aliases=("ExaoneMoeForCausalLM",),
+        extra_names=("mtp.",),
     ),
 }

@@ -1,4 +1,4 @@
-"""Mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, GLM-4.5 and GPT-OSS."""
+"""Mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE and GPT-OSS."""
 
 from typing import Any
 
@@ -64,33 +64,6 @@ def _qwen3_moe(config: ConfigReader) -> dict[str, Any]:
     bias, norm = config.flag("attention_bias"), rms_norm(config)
     layers = _qwen_layers(config, _qwen_experts(config), qkv_bias=bias, o_bias=bias, qk_norm=norm)
     return {"norm": norm, "layers": layers}
-
-
-def _glm4_moe(config: ConfigReader) -> dict[str, Any]:
-    norm, inner = rms_norm(config), config.size("moe_intermediate_size")
-    attends = attention(
-        config,
-        rope=config.rope(head_size(config)),
-        qkv_bias=config.flag("attention_bias"),
-        qk_norm=norm if config.flag("use_qk_norm") else None,
-    )
-    shared = config.size("n_shared_experts", low=0) * inner
-    experts = MoESpec(
-        num_experts=config.size("n_routed_experts"),
-        top_k=config.size("num_experts_per_tok"),
-        intermediate_size=inner,
-        activation=config.activation(),
-        scoring="sigmoid",
-        renormalize=config.flag("norm_topk_prob"),
-        correction_bias=True,
-        num_groups=config.size("n_group"),
-        top_k_groups=config.size("topk_group"),
-        scale=config.number("routed_scaling_factor"),
-        shared=MLPSpec(intermediate_size=shared, activation=config.activation()) if shared else None,
-    )
-    dense = config.size("first_k_dense_replace", low=0)
-    blocks = [mlp(config) if i < dense else experts for i in range(config.size("num_hidden_layers"))]
-    return {"norm": norm, "layers": tuple(LayerSpec(attention=attends, mlp=block) for block in blocks)}
 
 
 def _gpt_oss(config: ConfigReader) -> dict[str, Any]:
@@ -191,34 +164,10 @@ FAMILIES: dict[str, Family] = {
         renames={"num_local_experts": "num_experts"},
         reads=frozenset({"num_experts", "num_local_experts"}),
     ),
-    "Glm4MoeForCausalLM": Family(
-        model_type="glm4_moe",
-        axes=_glm4_moe,
-        names=always(WeightNames()),
-        defaults={
-            **COMMON,
-            "rms_norm_eps": 1e-5,
-            "max_position_embeddings": 131072,
-            "num_key_value_heads": 8,
-            "partial_rotary_factor": 0.5,
-            "intermediate_size": 10944,
-            "moe_intermediate_size": 1408,
-            "num_experts_per_tok": 8,
-            "n_shared_experts": 1,
-            "n_routed_experts": 128,
-            "routed_scaling_factor": 1.0,
-            "n_group": 1,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-            "norm_topk_prob": True,
-            "use_qk_norm": False,
-        },
-        extra_layers=1,
-    ),
     "GptOssForCausalLM": Family(
         model_type="gpt_oss",
         axes=_gpt_oss,
-        names=always(WeightNames(router="mlp.router", stacked_interleaved=True)),
+        names=always(WeightNames(router="mlp.router", stacked_transposed=True, stacked_interleaved=True)),
         defaults={
             **COMMON,
             "rms_norm_eps": 1e-5,

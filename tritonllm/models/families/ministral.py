@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tritonllm.layers.attention import QueryGrowth
+from tritonllm.layers.attention import QueryScaling
 from tritonllm.models.config_reader import ConfigReader
 from tritonllm.models.families.common import (
     Family,
@@ -67,9 +67,9 @@ def _ministral3(config: ConfigReader) -> dict[str, Any]:
             rotation = {key: value for key, value in given.items() if key not in (_GROWTH, "max_position_embeddings")}
             beta = ConfigReader(given).number(_GROWTH, positive=False)
             length = ConfigReader(given).size("original_max_position_embeddings")
-            growth = QueryGrowth(beta=beta, length=length) if beta else None
+            growth = QueryScaling(every=length, factor=beta) if beta else None
             config = ConfigReader({**config, name: rotation})
-    attends = attention(config, rope=config.rope(head_size(config)), window=config.window(), query_growth=growth)
+    attends = attention(config, rope=config.rope(head_size(config)), window=config.window(), query_scaling=growth)
     return {"norm": rms_norm(config), "layers": same_layers(config, attends, mlp(config))}
 
 

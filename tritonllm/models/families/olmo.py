@@ -1,8 +1,10 @@
-"""OLMo 1: layer norms without weights. OLMo 2 and 3: norms after each block, one norm over all query heads and one over
-all key heads."""
+"""OLMo 1: layer norms without weights. OLMo 2 and 3, OLMoE and FlexOlmo: one norm over all query heads and one over all
+key heads."""
 
 from typing import Any
 
+from tritonllm.layers.attention import AttentionSpec
+from tritonllm.layers.moe import MoESpec
 from tritonllm.layers.norm import NormSpec
 from tritonllm.models.config_reader import ConfigReader
 from tritonllm.models.families.common import Family, always, attention, head_size, mlp, rms_norm, same_layers
@@ -24,11 +26,30 @@ def _olmo(config: ConfigReader) -> dict[str, Any]:
     return {"norm": norm, "layers": same_layers(config, attends, mlp(config))}
 
 
+def _attention(config: ConfigReader) -> AttentionSpec:
+    bias, rope = config.flag("attention_bias"), config.rope(head_size(config))
+    return attention(config, rope=rope, qkv_bias=bias, o_bias=bias, qk_norm=rms_norm(config), qk_norm_over="all")
+
+
 def _olmo2(config: ConfigReader) -> dict[str, Any]:
-    bias, norm = config.flag("attention_bias"), rms_norm(config)
-    rope = config.rope(head_size(config))
-    attends = attention(config, rope=rope, qkv_bias=bias, o_bias=bias, qk_norm=norm, qk_norm_over="all")
-    return {"norm": norm, "norm_position": "post", "layers": same_layers(config, attends, mlp(config))}
+    """Norms after each block."""
+    layers = same_layers(config, _attention(config), mlp(config))
+    return {"norm": rms_norm(config), "norm_position": "post", "layers": layers}
+
+
+def _olmoe(config: ConfigReader) -> dict[str, Any]:
+    experts = MoESpec(
+        num_experts=config.size("num_experts"),
+        top_k=config.size("num_experts_per_tok"),
+        intermediate_size=config.size("intermediate_size"),
+        activation=config.activation(),
+        renormalize=config.flag("norm_topk_prob"),
+    )
+    return {"norm": rms_norm(config), "layers": same_layers(config, _attention(config), experts)}
+
+
+def _flex_olmo(config: ConfigReader) -> dict[str, Any]:
+    return {**_olmoe(config), "norm_position": "post"}
 
 
 def _olmo3(config: ConfigReader) -> dict[str, Any]:
@@ -65,5 +86,36 @@ FAMILIES: dict[str, Family] = {
         axes=_olmo3,
         names=always(NAMES_OF_POST_NORMS),
         defaults={**_OLMO, "rope_theta": 500000.0, "sliding_window": 4096},
+    ),
+    "OlmoeForCausalLM": Family(
+        model_type="olmoe",
+        axes=_olmoe,
+        names=always(WeightNames()),
+        defaults={
+            **_OLMO,
+            "max_position_embeddings": 4096,
+            "num_experts_per_tok": 8,
+            "num_experts": 64,
+            "norm_topk_prob": False,
+        },
+        renames={"num_local_experts": "num_experts"},
+        reads=frozenset({"num_experts", "num_local_experts"}),
+    ),
+    "FlexOlmoForCausalLM": Family(
+        model_type="flex_olmo",
+        axes=_flex_olmo,
+        names=always(NAMES_OF_POST_NORMS),
+        defaults={
+            **_OLMO,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 500000.0,
+            "max_position_embeddings": 4096,
+            "num_experts_per_tok": 5,
+            "num_experts": 7,
+            "norm_topk_prob": False,
+            "eos_token_id": 100257,
+        },
+        renames={"num_local_experts": "num_experts"},
+        reads=frozenset({"num_experts", "num_local_experts"}),
     ),
 }
