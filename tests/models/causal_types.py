@@ -71,6 +71,7 @@ _MORE: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},  # those of published models
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8},
+    "llama4_text": {"num_experts_per_tok": 1},
     "zaya": {"num_experts_per_tok": 1},
 }
 # Why a type is refused, in the words of the table: the first that is found in the error.
