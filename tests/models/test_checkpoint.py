@@ -81,7 +81,7 @@ def test_downloads_are_kept_where_the_user_says(hub, tmp_path):
     hub[1]["is"] = ["config.json", "modules.json", "pytorch_model.bin"]
     checkpoint.resolve("owner/name", download_dir="kept")
     checkpoint.resolve("owner/name")
-    assert [kwargs["cache_dir"] for _, kwargs in hub[0]] == ["kept"] * 3 + [None] * 2
+    assert [kwargs["cache_dir"] for _, kwargs in hub[0]] == ["kept"] * 3 + [None] * 3
     (tmp_path / "file").touch()
     hub[1]["is"] = NotADirectoryError(20, "Not a directory")
     with pytest.raises(ValueError, match=r"cannot be kept in download_dir='a/file': .*Not a directory"):

@@ -295,7 +295,7 @@ def beam_state(
     ends = frozenset() if params.ignore_eos else inputs.eos_token_ids
     candidates = BeamSearch.candidates(params.beam_width, ends)
     _check_candidates(params, candidates, inputs.vocab_size)
-    wishes = inputs.take_params(_sampling_params(params, candidates))
+    wishes = inputs.take_params(_sampling_params(params, candidates), of_user=False)
     tokenized = inputs.tokenize(prompt)
     requests = inputs.requests(request_id, tokenized, wishes, priority, arrival)
     length, longest = len(tokenized.token_ids), requests[0].max_total_tokens

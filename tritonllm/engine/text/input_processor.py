@@ -306,8 +306,11 @@ class InputProcessor:
                 f"max_logprobs={count}"
             )
 
-    def take_params(self, params: SamplingParams | None) -> SamplingParams:
+    def take_params(self, params: SamplingParams | None, *, of_user: bool = True) -> SamplingParams:
         """A copy that the user cannot change, checked; of the defaults, if there are none.
+
+        Args:
+            of_user: the user chose them, and is held to ``max_logprobs``. A beam search needs some more.
 
         Raises:
             ValueError: a bad value, text features without a tokenizer, or token ids outside the vocabulary.
@@ -316,7 +319,7 @@ class InputProcessor:
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
         params = params.checked()
-        for name in ("logprobs", "prompt_logprobs"):
+        for name in ("logprobs", "prompt_logprobs") if of_user else ():
             self.check_logprobs(name, getattr(params, name))
         if self.tokenizer is None and (params.stop_strings or params.bad_words):
             raise ValueError("stop and bad_words are text, but the engine has no tokenizer: use token ids")
