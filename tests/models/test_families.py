@@ -357,6 +357,11 @@ def test_bad_sizes(name, value):
             {"rope_scaling": {"llama_4_scaling_beta": 0.1}},
             "original_max_position_embeddings must be an int",
         ),
+        (
+            "mellum",
+            {"rope_parameters": {"rope_theta": 1e4}},
+            "rope_parameters must have an object or null for full_att",
+        ),
         ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported"),
         ("gpt_bigcode", {"add_cross_attention": True}, "add_cross_attention=True is not supported"),
         ("llama", {"num_experts": 8}, "num_experts=8 is not supported"),

@@ -178,6 +178,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_scaling": None,
         },
     ),
+    "mellum-plain": (
+        "mellum",
+        {"rope_parameters": None, "layer_types": None, "mlp_layer_types": None, "attention_bias": True},
+    ),
     "ernie4.5-biases": ("ernie4_5", {"use_bias": True, "tie_word_embeddings": False, "head_dim": 16}),
     "ernie4.5-moe-some-layers": (
         "ernie4_5_moe",

@@ -8,6 +8,7 @@ from tritonllm.layers.attention import AttentionSpec, check_head_size
 from tritonllm.layers.mlp import MLPSpec
 from tritonllm.layers.moe import MoESpec
 from tritonllm.layers.norm import NormSpec
+from tritonllm.layers.rope import RopeSpec
 from tritonllm.models.config_reader import ConfigReader
 from tritonllm.models.families.heads import FamilyHead
 from tritonllm.models.spec import LayerSpec, ModelSpec
@@ -123,6 +124,23 @@ def sparse_layers(config: ConfigReader) -> list[bool]:
             f"config.json: mlp_layer_types must be dense or sparse for each of {count} layers, got {kinds!r}"
         )
     return [kind == "sparse" for kind in kinds]
+
+
+def rotations(config: ConfigReader, windows: tuple[int | None, ...]) -> dict[int | None, RopeSpec | None]:
+    """The rotation of the layers with each window.
+
+    ``rope_parameters`` has a set for each kind of layer, or ``null`` for one that does not rotate.
+
+    Raises:
+        ValueError: a bad field, or no set for a kind of layer that there is.
+    """
+    given, ropes = config.get("rope_parameters"), {}
+    for window in set(windows):
+        kind = "full_attention" if window is None else "sliding_attention"
+        if not isinstance(given, Mapping) or not isinstance(given.get(kind, ...), Mapping | None):
+            raise ValueError(f"config.json: rope_parameters must have an object or null for {kind}, got {given!r}")
+        ropes[window] = None if given[kind] is None else config.rope(head_size(config), kind=kind)
+    return ropes
 
 
 def same_layers(config: ConfigReader, attention: AttentionSpec, mlp: MLPSpec | MoESpec) -> tuple[LayerSpec, ...]:
