@@ -311,6 +311,7 @@ def test_bad_sizes(name, value):
         ("minimax_m2", {"attn_type_list": [1, 0, 1]}, "attn_type_list other than .* is not supported"),
         ("hy_v3", {"mlp_bias": True}, "mlp_bias other than False is not supported, got True"),
         ("hy_v3", {"mlp_layer_types": ["dense"]}, "mlp_layer_types must be dense or sparse for each of 3 layers"),
+        ("sarvam_moe", {"use_bias": True}, "use_bias other than False is not supported, got True"),
         ("solar_open", {"use_qk_norm": True}, "use_qk_norm other than False is not supported, got True"),
         ("llama4_text", {"num_experts_per_tok": 2}, "num_experts_per_tok other than 1 is not supported, got 2"),
         ("llama4_text", {"moe_layers": 2}, "moe_layers must be a list of numbers of layers, got 2"),
@@ -403,6 +404,17 @@ def test_weight_map_fills_each_parameter_once(family, stacked):
         assert place.shape == slot.own_shape
         place += 1
     assert all(bool((count == 1).all()) for count in times.values())
+
+
+@pytest.mark.parametrize("end", ["ForCausalLM", "Model", "ForSequenceClassification"])
+def test_transformers_writes_sarvam_as_glm(end):
+    """The type tells it from GLM-4.5, whose files have other names of tensors."""
+    ours = spec_from_config(tiny_config("sarvam_moe", architectures=[f"SarvamMoE{end}"]))
+    theirs = spec_from_config(tiny_config("sarvam_moe", architectures=[f"Glm4Moe{end}"]))
+    assert (
+        ours == theirs and ours.architecture == f"SarvamMoE{end}" and "model.word_embeddings.weight" in weight_map(ours)
+    )
+    assert spec_from_config(tiny_config("glm4_moe")).architecture == "Glm4MoeForCausalLM"
 
 
 def test_only_families_that_draft_have_extra_layers():

@@ -141,6 +141,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0, "norm_topk_prob": False},
     ),
     "glm4-moe-plain": ("glm4_moe", {"n_group": 1, "topk_group": 1, "use_qk_norm": False, "norm_topk_prob": False}),
+    "sarvam-moe-biases": ("sarvam_moe", {"use_qkv_bias": True, "use_qk_norm": False, "n_group": 1, "topk_group": 1}),
     "dots1-plain": ("dots1", {"sliding_window": None, "n_shared_experts": 1, "attention_bias": False}),
     "solar-open-biases": ("solar_open", {"attention_bias": True, "rope_scaling": None, "n_group": 2}),
     "hy3-layers": ("hy_v3", {"mlp_layer_types": ["sparse", "dense", "sparse"], "attention_bias": True}),

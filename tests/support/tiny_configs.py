@@ -327,6 +327,15 @@ _EXTRA: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.5,
         "norm_topk_prob": True,
     },
+    "sarvam_moe": {
+        "head_dim": 24,
+        "moe_intermediate_size": 24,
+        "num_experts": 8,
+        "num_shared_experts": 2,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+    },
     "dots1": {
         "head_dim": 16,
         "attention_bias": True,
