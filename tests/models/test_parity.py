@@ -179,6 +179,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_scaling": None,
         },
     ),
+    "aria-text-plain": ("aria_text", {"attention_bias": True, "mlp_bias": False, "hidden_act": "silu"}),
     "mellum-plain": (
         "mellum",
         {"rope_parameters": None, "layer_types": None, "mlp_layer_types": None, "attention_bias": True},

@@ -101,6 +101,12 @@ CASES = {
         {"out_hidden_size": 64},
         {"image_token_id": 90, "video_token_id": 91},
     ),
+    "aria": (
+        "aria",
+        {"model_type": "aria_text", "moe_num_experts": 4, "moe_topk": 2},
+        {"model_type": "idefics3_vision"},
+        {"image_token_index": 90, "projector_patch_to_query_dict": {16: 4}},
+    ),
     "internvl": (
         "internvl",
         {"model_type": "qwen3"},

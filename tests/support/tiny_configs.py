@@ -434,6 +434,14 @@ _EXTRA: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 32,
         },
     },
+    "aria_text": {
+        "head_dim": 24,
+        "moe_num_experts": 4,
+        "moe_topk": 2,
+        "moe_num_shared_experts": 2,
+        "hidden_act": "gelu",
+        "mlp_bias": True,
+    },
     "mellum": {
         "head_dim": 24,
         "moe_intermediate_size": 24,

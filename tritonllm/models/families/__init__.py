@@ -14,6 +14,7 @@ from tritonllm.models.config_reader import ConfigReader
 from tritonllm.models.families import (
     alibi,
     apertus,
+    aria,
     bert,
     cohere_moe,
     ernie,
@@ -42,7 +43,7 @@ from tritonllm.models.spec import ModelSpec
 Config = Mapping[str, Any]
 
 _DENSE = (llama, ministral, granite, apertus, olmo, exaone, internlm, gemma, nemotron, gpt, gpt_neo, starcoder, alibi)
-_EXPERTS = (experts, sigmoid_experts, granite_moe, cohere_moe, llama4)
+_EXPERTS = (experts, sigmoid_experts, granite_moe, cohere_moe, llama4, aria)
 _FILES = (*_DENSE, *_EXPERTS, ernie, hunyuan, bert)
 FAMILIES: dict[str, Family] = {name: family for file in _FILES for name, family in file.FAMILIES.items()}
 _ALIASES = {alias: name for name, family in FAMILIES.items() for alias in family.aliases}
