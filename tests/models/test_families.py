@@ -100,7 +100,10 @@ NEEDED = {
     *("attention_types", "num_layers", "num_heads"),
     *("intermediate_size", "d_model", "n_layers", "n_heads", "n_embd", "n_layer", "n_head", "ffn_dim"),
 }
-NO_DEFAULT = {"dots1": {"n_routed_experts", "num_experts_per_tok"}}  # its class leaves them out
+NO_DEFAULT = {  # their classes leave them out
+    "dots1": {"n_routed_experts", "num_experts_per_tok"},
+    "cohere_compass_text": {"rope_parameters", "layer_types"},
+}
 
 
 @pytest.mark.parametrize("family", [family for family in ALL_FAMILIES if family not in NOT_IN_TRANSFORMERS])
@@ -362,6 +365,11 @@ def test_bad_sizes(name, value):
             "mellum",
             {"rope_parameters": {"rope_theta": 1e4}},
             "rope_parameters must have an object or null for full_att",
+        ),
+        (
+            "cohere_compass_text",
+            {"architectures": ["CohereCompassTextForSequenceClassification"], "pooling": "mean"},
+            "pooling other than 'eos' is not supported, got 'mean'",
         ),
         ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported"),
         ("gpt_bigcode", {"add_cross_attention": True}, "add_cross_attention=True is not supported"),

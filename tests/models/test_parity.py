@@ -152,6 +152,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmoe-biases": ("olmoe", {"attention_bias": True, "norm_topk_prob": True, "num_key_value_heads": 4}),
     "granite-moe-shared-tied": ("granitemoeshared", {"shared_intermediate_size": 0, "attention_bias": True}),
+    "cohere-compass-plain": (
+        "cohere_compass_text",
+        {
+            "layer_types": None,
+            "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 500000.0}},
+            "logit_scale": None,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
     "cohere2-moe-sums": (
         "cohere2_moe",
         {

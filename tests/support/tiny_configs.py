@@ -434,6 +434,17 @@ _EXTRA: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 32,
         },
     },
+    "cohere_compass_text": {
+        "layer_norm_eps": 1e-5,
+        "logit_scale": 0.25,
+        "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+            "full_attention": None,
+        },
+        "tie_word_embeddings": True,
+    },
     "aria_text": {
         "head_dim": 24,
         "moe_num_experts": 4,

@@ -16,6 +16,7 @@ from tritonllm.models.families import (
     apertus,
     aria,
     bert,
+    cohere_compass,
     cohere_moe,
     ernie,
     exaone,
@@ -44,7 +45,7 @@ Config = Mapping[str, Any]
 
 _DENSE = (llama, ministral, granite, apertus, olmo, exaone, internlm, gemma, nemotron, gpt, gpt_neo, starcoder, alibi)
 _EXPERTS = (experts, sigmoid_experts, granite_moe, cohere_moe, llama4, aria)
-_FILES = (*_DENSE, *_EXPERTS, ernie, hunyuan, bert)
+_FILES = (*_DENSE, *_EXPERTS, cohere_compass, ernie, hunyuan, bert)
 FAMILIES: dict[str, Family] = {name: family for file in _FILES for name, family in file.FAMILIES.items()}
 _ALIASES = {alias: name for name, family in FAMILIES.items() for alias in family.aliases}
 _GENERATES = ("ForCausalLM", "LMHeadModel")  # ends of their names
