@@ -100,7 +100,10 @@ NEEDED = {
     *("attention_types", "num_layers", "num_heads"),
     *("intermediate_size", "d_model", "n_layers", "n_heads", "n_embd", "n_layer", "n_head", "ffn_dim"),
 }
-NO_DEFAULT = {"dots1": {"n_routed_experts", "num_experts_per_tok"}}  # its class leaves them out
+NO_DEFAULT = {  # their classes leave them out
+    "dots1": {"n_routed_experts", "num_experts_per_tok"},
+    "cohere_compass_text": {"rope_parameters", "layer_types"},
+}
 
 
 @pytest.mark.parametrize("family", [family for family in ALL_FAMILIES if family not in NOT_IN_TRANSFORMERS])
@@ -311,6 +314,7 @@ def test_bad_sizes(name, value):
         ("minimax_m2", {"attn_type_list": [1, 0, 1]}, "attn_type_list other than .* is not supported"),
         ("hy_v3", {"mlp_bias": True}, "mlp_bias other than False is not supported, got True"),
         ("hy_v3", {"mlp_layer_types": ["dense"]}, "mlp_layer_types must be dense or sparse for each of 3 layers"),
+        ("sarvam_moe", {"use_bias": True}, "use_bias other than False is not supported, got True"),
         ("solar_open", {"use_qk_norm": True}, "use_qk_norm other than False is not supported, got True"),
         ("llama4_text", {"num_experts_per_tok": 2}, "num_experts_per_tok other than 1 is not supported, got 2"),
         ("llama4_text", {"moe_layers": 2}, "moe_layers must be a list of numbers of layers, got 2"),
@@ -357,6 +361,16 @@ def test_bad_sizes(name, value):
             {"rope_scaling": {"llama_4_scaling_beta": 0.1}},
             "original_max_position_embeddings must be an int",
         ),
+        (
+            "mellum",
+            {"rope_parameters": {"rope_theta": 1e4}},
+            "rope_parameters must have an object or null for full_att",
+        ),
+        (
+            "cohere_compass_text",
+            {"architectures": ["CohereCompassTextForSequenceClassification"], "pooling": "mean"},
+            "pooling other than 'eos' is not supported, got 'mean'",
+        ),
         ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported"),
         ("gpt_bigcode", {"add_cross_attention": True}, "add_cross_attention=True is not supported"),
         ("llama", {"num_experts": 8}, "num_experts=8 is not supported"),
@@ -398,6 +412,17 @@ def test_weight_map_fills_each_parameter_once(family, stacked):
         assert place.shape == slot.own_shape
         place += 1
     assert all(bool((count == 1).all()) for count in times.values())
+
+
+@pytest.mark.parametrize("end", ["ForCausalLM", "Model", "ForSequenceClassification"])
+def test_transformers_writes_sarvam_as_glm(end):
+    """The type tells it from GLM-4.5, whose files have other names of tensors."""
+    ours = spec_from_config(tiny_config("sarvam_moe", architectures=[f"SarvamMoE{end}"]))
+    theirs = spec_from_config(tiny_config("sarvam_moe", architectures=[f"Glm4Moe{end}"]))
+    assert (
+        ours == theirs and ours.architecture == f"SarvamMoE{end}" and "model.word_embeddings.weight" in weight_map(ours)
+    )
+    assert spec_from_config(tiny_config("glm4_moe")).architecture == "Glm4MoeForCausalLM"
 
 
 def test_only_families_that_draft_have_extra_layers():

@@ -49,7 +49,7 @@ def test_classifiers(family, tmp_path):
     assert relative_error(logits, logits_of(theirs, PROMPT)) < LIMIT
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gpt2", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gpt2", "gemma2", "cohere_compass_text"])
 def test_bare_models(family, tmp_path):
     """Their tensors lack the base model's name."""
     theirs = write_bare(tmp_path, tiny_config(family))

@@ -141,6 +141,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0, "norm_topk_prob": False},
     ),
     "glm4-moe-plain": ("glm4_moe", {"n_group": 1, "topk_group": 1, "use_qk_norm": False, "norm_topk_prob": False}),
+    "sarvam-moe-biases": ("sarvam_moe", {"use_qkv_bias": True, "use_qk_norm": False, "n_group": 1, "topk_group": 1}),
     "dots1-plain": ("dots1", {"sliding_window": None, "n_shared_experts": 1, "attention_bias": False}),
     "solar-open-biases": ("solar_open", {"attention_bias": True, "rope_scaling": None, "n_group": 2}),
     "hy3-layers": ("hy_v3", {"mlp_layer_types": ["sparse", "dense", "sparse"], "attention_bias": True}),
@@ -151,6 +152,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmoe-biases": ("olmoe", {"attention_bias": True, "norm_topk_prob": True, "num_key_value_heads": 4}),
     "granite-moe-shared-tied": ("granitemoeshared", {"shared_intermediate_size": 0, "attention_bias": True}),
+    "cohere-compass-plain": (
+        "cohere_compass_text",
+        {
+            "layer_types": None,
+            "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 500000.0}},
+            "logit_scale": None,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
     "cohere2-moe-sums": (
         "cohere2_moe",
         {
@@ -177,6 +188,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "no_rope_layer_interval": 3,
             "rope_scaling": None,
         },
+    ),
+    "aria-text-plain": ("aria_text", {"attention_bias": True, "mlp_bias": False, "hidden_act": "silu"}),
+    "mellum-plain": (
+        "mellum",
+        {"rope_parameters": None, "layer_types": None, "mlp_layer_types": None, "attention_bias": True},
     ),
     "ernie4.5-biases": ("ernie4_5", {"use_bias": True, "tie_word_embeddings": False, "head_dim": 16}),
     "ernie4.5-moe-some-layers": (

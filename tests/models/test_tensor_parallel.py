@@ -110,6 +110,7 @@ EXPERTS = {  # of each family so many that 4 ranks have equally many
     "granitemoeshared": {},
     "cohere2_moe": {},
     "llama4_text": {},
+    "aria_text": {},
 }
 
 

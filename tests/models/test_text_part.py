@@ -101,6 +101,24 @@ CASES = {
         {"out_hidden_size": 64},
         {"image_token_id": 90, "video_token_id": 91},
     ),
+    "cohere-compass": (
+        "cohere_compass",
+        {
+            "rope_parameters": {"full_attention": None, "sliding_attention": MROPE},
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 6,
+            "logit_scale": 0.5,
+            **NO_HEAD,
+        },
+        {"out_hidden_size": 64, "deepstack_visual_indexes": []},
+        QWEN,
+    ),
+    "aria": (
+        "aria",
+        {"model_type": "aria_text", "moe_num_experts": 4, "moe_topk": 2},
+        {"model_type": "idefics3_vision"},
+        {"image_token_index": 90, "projector_patch_to_query_dict": {16: 4}},
+    ),
     "internvl": (
         "internvl",
         {"model_type": "qwen3"},

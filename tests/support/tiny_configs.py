@@ -22,6 +22,7 @@ _SMALL: dict[str, Any] = {
     "torch_dtype": "float32",
 }
 _YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32.0, "beta_slow": 1.0}
+_YARN_5 = {"rope_type" if key == "type" else key: value for key, value in _YARN.items()}
 _LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -53,7 +54,7 @@ _EXTRA: dict[str, dict[str, Any]] = {
     "olmo3": {
         "attention_bias": False,
         "rope_theta": 500000.0,
-        "rope_scaling": {"rope_type": "yarn", **{key: value for key, value in _YARN.items() if key != "type"}},
+        "rope_scaling": _YARN_5,
         "sliding_window": 7,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
@@ -326,6 +327,15 @@ _EXTRA: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.5,
         "norm_topk_prob": True,
     },
+    "sarvam_moe": {
+        "head_dim": 24,
+        "moe_intermediate_size": 24,
+        "num_experts": 8,
+        "num_shared_experts": 2,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+    },
     "dots1": {
         "head_dim": 16,
         "attention_bias": True,
@@ -422,6 +432,38 @@ _EXTRA: dict[str, dict[str, Any]] = {
             "low_freq_factor": 1.0,
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 32,
+        },
+    },
+    "cohere_compass_text": {
+        "layer_norm_eps": 1e-5,
+        "logit_scale": 0.25,
+        "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+            "full_attention": None,
+        },
+        "tie_word_embeddings": True,
+    },
+    "aria_text": {
+        "head_dim": 24,
+        "moe_num_experts": 4,
+        "moe_topk": 2,
+        "moe_num_shared_experts": 2,
+        "hidden_act": "gelu",
+        "mlp_bias": True,
+    },
+    "mellum": {
+        "head_dim": 24,
+        "moe_intermediate_size": 24,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "rope_parameters": {
+            "full_attention": {**_YARN_5, "rope_theta": 500000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
         },
     },
     "ernie4_5": {"head_dim": 24, "use_bias": False, "tie_word_embeddings": True},

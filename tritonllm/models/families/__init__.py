@@ -14,7 +14,9 @@ from tritonllm.models.config_reader import ConfigReader
 from tritonllm.models.families import (
     alibi,
     apertus,
+    aria,
     bert,
+    cohere_compass,
     cohere_moe,
     ernie,
     exaone,
@@ -42,8 +44,8 @@ from tritonllm.models.spec import ModelSpec
 Config = Mapping[str, Any]
 
 _DENSE = (llama, ministral, granite, apertus, olmo, exaone, internlm, gemma, nemotron, gpt, gpt_neo, starcoder, alibi)
-_EXPERTS = (experts, sigmoid_experts, granite_moe, cohere_moe, llama4)
-_FILES = (*_DENSE, *_EXPERTS, ernie, hunyuan, bert)
+_EXPERTS = (experts, sigmoid_experts, granite_moe, cohere_moe, llama4, aria)
+_FILES = (*_DENSE, *_EXPERTS, cohere_compass, ernie, hunyuan, bert)
 FAMILIES: dict[str, Family] = {name: family for file in _FILES for name, family in file.FAMILIES.items()}
 _ALIASES = {alias: name for name, family in FAMILIES.items() for alias in family.aliases}
 _GENERATES = ("ForCausalLM", "LMHeadModel")  # ends of their names
@@ -51,7 +53,7 @@ _CLASSIFIES = "ForSequenceClassification"
 
 # Types that transformers 5.24 computes as a family's architecture, which it writes as theirs, but whose files have
 # other names and layouts of tensors. transformers reads them.
-OTHER_FILES = ("exaone", "sarvam_moe")
+OTHER_FILES = ("exaone",)
 
 # Fields that some architectures compute with, and the values at which they do nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -133,7 +135,23 @@ def _known(config: Config) -> str | None:
     named = config.get("architectures") or [
         name for name, family in FAMILIES.items() if family.model_type == config.get("model_type")
     ]
+    named = [_own_name(name, config.get("model_type")) for name in named]
     return next((name for name in (_ALIASES.get(name, name) for name in named) if _homes(name)), None)
+
+
+def _own_name(name: str, model_type: Any) -> str:
+    """An architecture as its family calls it, where transformers 5 calls it as another one."""
+    for own, family in FAMILIES.items():
+        if family.written_as and family.model_type == model_type:
+            ours, theirs = (_without_end(known) for known in (own, family.written_as))
+            return ours + name.removeprefix(theirs) if name.startswith(theirs) else name
+    return name
+
+
+def _without_end(name: str) -> str:
+    for end in _GENERATES:
+        name = name.removesuffix(end)
+    return name
 
 
 def _homes(name: str) -> list[tuple[Family, FamilyHead | None]]:

@@ -8,6 +8,7 @@ from tritonllm.layers.attention import AttentionSpec, check_head_size
 from tritonllm.layers.mlp import MLPSpec
 from tritonllm.layers.moe import MoESpec
 from tritonllm.layers.norm import NormSpec
+from tritonllm.layers.rope import RopeSpec
 from tritonllm.models.config_reader import ConfigReader
 from tritonllm.models.families.heads import FamilyHead
 from tritonllm.models.spec import LayerSpec, ModelSpec
@@ -27,6 +28,8 @@ class Family:
         renames: this architecture's name of a field -> the usual one.
         reads: fields that other architectures do not know and that ``axes`` computes with.
         aliases: other names in ``architectures``.
+        written_as: its name in ``architectures`` of files that transformers 5 writes, where that is another family's;
+            ``model_type`` tells them apart.
         extra_layers: how many layers beyond the model's own may be in the files at most: they draft tokens for it.
         extra_names: beginnings of the names of other tensors that are not part of the model, for the same reason.
         heads: architectures that have something else for the output projection; beside those of ``BY_SUFFIX`` in
@@ -40,6 +43,7 @@ class Family:
     renames: Mapping[str, str] = field(default_factory=dict)
     reads: frozenset[str] = frozenset()
     aliases: tuple[str, ...] = ()
+    written_as: str = ""
     extra_layers: int = 0
     extra_names: tuple[str, ...] = ()
     heads: Mapping[str, FamilyHead] = field(default_factory=dict)
@@ -123,6 +127,23 @@ def sparse_layers(config: ConfigReader) -> list[bool]:
             f"config.json: mlp_layer_types must be dense or sparse for each of {count} layers, got {kinds!r}"
         )
     return [kind == "sparse" for kind in kinds]
+
+
+def rotations(config: ConfigReader, windows: tuple[int | None, ...]) -> dict[int | None, RopeSpec | None]:
+    """The rotation of the layers with each window.
+
+    ``rope_parameters`` has a set for each kind of layer, or ``null`` for one that does not rotate.
+
+    Raises:
+        ValueError: a bad field, or no set for a kind of layer that there is.
+    """
+    given, ropes = config.get("rope_parameters"), {}
+    for window in set(windows):
+        kind = "full_attention" if window is None else "sliding_attention"
+        if not isinstance(given, Mapping) or not isinstance(given.get(kind, ...), Mapping | None):
+            raise ValueError(f"config.json: rope_parameters must have an object or null for {kind}, got {given!r}")
+        ropes[window] = None if given[kind] is None else config.rope(head_size(config), kind=kind)
+    return ropes
 
 
 def same_layers(config: ConfigReader, attention: AttentionSpec, mlp: MLPSpec | MoESpec) -> tuple[LayerSpec, ...]:

@@ -1,4 +1,4 @@
-"""Mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE and GPT-OSS."""
+"""Mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, Mellum 2 and GPT-OSS."""
 
 from typing import Any
 
@@ -6,7 +6,17 @@ from tritonllm.layers.attention import AttentionSpec
 from tritonllm.layers.mlp import MLPSpec
 from tritonllm.layers.moe import MoESpec
 from tritonllm.models.config_reader import ConfigReader
-from tritonllm.models.families.common import Family, always, attention, head_size, mlp, rms_norm, same_layers
+from tritonllm.models.families.common import (
+    Family,
+    always,
+    attention,
+    head_size,
+    mlp,
+    rms_norm,
+    rotations,
+    same_layers,
+    sparse_layers,
+)
 from tritonllm.models.families.llama import COMMON, QWEN, qwen_windows
 from tritonllm.models.spec import LayerSpec
 from tritonllm.models.weight_names import WeightNames
@@ -66,6 +76,22 @@ def _qwen3_moe(config: ConfigReader) -> dict[str, Any]:
     return {"norm": norm, "layers": layers}
 
 
+def _mellum(config: ConfigReader) -> dict[str, Any]:
+    """Layers with a window have a rotation of their own. The class reads ``rope_parameters`` alone."""
+    config = ConfigReader({**config, "rope_parameters": config.get("rope_parameters") or _ROTATIONS_OF_MELLUM})
+    bias, norm = config.flag("attention_bias"), rms_norm(config)
+    windows = config.windows([False] * config.size("num_hidden_layers"))
+    ropes, experts, dense = rotations(config, windows), _qwen_experts(config), mlp(config)
+    axes: dict[str, Any] = {"qkv_bias": bias, "o_bias": bias, "qk_norm": norm}
+    layers = [
+        LayerSpec(
+            attention=attention(config, rope=ropes[window], window=window, **axes), mlp=experts if sparse else dense
+        )
+        for window, sparse in zip(windows, sparse_layers(config), strict=True)
+    ]
+    return {"norm": norm, "layers": tuple(layers)}
+
+
 def _gpt_oss(config: ConfigReader) -> dict[str, Any]:
     """Every other layer has a window, the first one first."""
     for name, value in (("swiglu_alpha", SWIGLU_ALPHA), ("swiglu_limit", SWIGLU_LIMIT)):
@@ -99,6 +125,7 @@ _QWEN_MOE: dict[str, Any] = {
     "norm_topk_prob": False,
     "mlp_only_layers": None,
 }
+_ROTATIONS_OF_MELLUM = {"full_attention": {"rope_theta": 500000.0}, "sliding_attention": {"rope_theta": 10000.0}}
 _MIXTRAL_NAMES = WeightNames(
     router="block_sparse_moe.gate",
     experts="block_sparse_moe.experts",
@@ -163,6 +190,26 @@ FAMILIES: dict[str, Family] = {
         },
         renames={"num_local_experts": "num_experts"},
         reads=frozenset({"num_experts", "num_local_experts"}),
+    ),
+    "MellumForCausalLM": Family(
+        model_type="mellum",
+        axes=_mellum,
+        names=always(WeightNames()),
+        defaults={
+            **COMMON,
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "sliding_window": 1024,
+            "first_k_dense_replace": 0,
+            "moe_intermediate_size": 896,
+            "num_experts_per_tok": 8,
+            "num_experts": 64,
+            "norm_topk_prob": True,
+        },
+        renames={"num_local_experts": "num_experts"},
+        reads=frozenset({"num_experts", "num_local_experts"}),
+        extra_names=("mtp.",),
     ),
     "GptOssForCausalLM": Family(
         model_type="gpt_oss",

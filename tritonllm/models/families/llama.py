@@ -231,7 +231,7 @@ _GLM: dict[str, Any] = {
     "eos_token_id": [151329, 151336, 151338],
 }
 _LLAMA: dict[str, Any] = {**COMMON, "max_position_embeddings": 2048, "eos_token_id": 2}
-_COHERE: dict[str, Any] = {
+COHERE: dict[str, Any] = {
     **COMMON,
     "layer_norm_eps": 1e-5,
     "logit_scale": 0.0625,
@@ -372,14 +372,14 @@ FAMILIES: dict[str, Family] = {
         model_type="cohere",
         axes=_cohere,
         names=always(WeightNames()),
-        defaults={**_COHERE, "rope_theta": 500000.0},
+        defaults={**COHERE, "rope_theta": 500000.0},
         reads=frozenset({"logit_scale"}),
     ),
     "Cohere2ForCausalLM": Family(
         model_type="cohere2",
         axes=_cohere2,
         names=always(WeightNames()),
-        defaults={**_COHERE, "sliding_window": 4096, "sliding_window_pattern": 4},
+        defaults={**COHERE, "sliding_window": 4096, "sliding_window_pattern": 4},
         reads=frozenset({"logit_scale"}),
     ),
 }

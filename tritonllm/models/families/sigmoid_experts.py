@@ -1,5 +1,5 @@
-"""Experts that are chosen by a sigmoid and a correction bias (DeepSeek-V3's rule): GLM-4.5, dots.llm1, Solar Open, Hy3
-and MiniMax M2."""
+"""Experts that are chosen by a sigmoid and a correction bias (DeepSeek-V3's rule): GLM-4.5, Sarvam, dots.llm1, Solar
+Open, Hy3 and MiniMax M2."""
 
 from typing import Any
 
@@ -69,6 +69,11 @@ def _glm4_moe(config: ConfigReader) -> dict[str, Any]:
     qk_norm = norm if config.flag("use_qk_norm") else None
     bias = config.flag("attention_bias")
     return {"norm": norm, "layers": _layers(config, sigmoid_experts(config), qkv_bias=bias, qk_norm=qk_norm)}
+
+
+def _sarvam_moe(config: ConfigReader) -> dict[str, Any]:
+    check_fixed(config, use_bias=(False,), moe_router_enable_expert_bias=(True,))
+    return _glm4_moe(config)
 
 
 def _dots1(config: ConfigReader) -> dict[str, Any]:
@@ -146,6 +151,46 @@ FAMILIES: dict[str, Family] = {
             "use_qk_norm": False,
         },
         extra_layers=1,
+    ),
+    "SarvamMoEForCausalLM": Family(
+        model_type="sarvam_moe",
+        axes=_sarvam_moe,
+        names=always(
+            WeightNames(
+                embed="model.word_embeddings",
+                qkv=("attention.query_key_value",),
+                o="attention.dense",
+                q_norm="attention.query_layernorm",
+                k_norm="attention.key_layernorm",
+                correction_bias="mlp.gate.expert_bias",
+            )
+        ),
+        defaults={
+            **COMMON,
+            **_GROUPS,
+            "rope_theta": 8000000.0,
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 4,
+            "head_dim": 64,
+            "intermediate_size": 8192,
+            "moe_intermediate_size": 1024,
+            "num_experts_per_tok": 6,
+            "n_shared_experts": 1,
+            "n_routed_experts": 128,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "use_qk_norm": True,
+            "eos_token_id": 1,
+        },
+        renames={
+            "num_experts": "n_routed_experts",
+            "num_local_experts": "n_routed_experts",
+            "num_shared_experts": "n_shared_experts",
+            "use_qkv_bias": "attention_bias",
+        },
+        reads=frozenset({"num_experts", "num_local_experts"}),
+        written_as="Glm4MoeForCausalLM",
     ),
     "Dots1ForCausalLM": Family(
         model_type="dots1",
