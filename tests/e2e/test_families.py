@@ -45,8 +45,7 @@ def test_family(tmp_path, family):
 
 OTHERS = {
     "bitnet": "BitNetForCausalLM is not a native family",
-    # computed as an architecture that has a family, but with files of their own
-    "exaone": "LlamaForCausalLM of model_type='exaone' is not a native family",
+    # computed as an architecture that has a family, but with files of its own
     "sarvam_moe": "Glm4MoeForCausalLM of model_type='sarvam_moe' is not a native family",
 }
 

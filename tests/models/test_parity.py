@@ -75,6 +75,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "phi3-window": ("phi3", {"sliding_window": 6, "num_key_value_heads": 4}),
     "olmo3-plain-rope": ("olmo3", {"rope_scaling": None, "attention_bias": True, "num_key_value_heads": 4}),
+    "exaone-3.5": ("exaone", {"rope_scaling": LLAMA3, "head_dim": 16, "tie_word_embeddings": True}),
     "exaone4-pattern": ("exaone4", {"layer_types": None, "sliding_window_pattern": 2}),
     "exaone4-1.2b": (
         "exaone4",

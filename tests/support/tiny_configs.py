@@ -57,6 +57,7 @@ _EXTRA: dict[str, dict[str, Any]] = {
         "sliding_window": 7,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
+    "exaone": {"num_layers": 3, "layer_norm_epsilon": 1e-5, "activation_function": "silu"},
     "exaone4": {
         "head_dim": 24,
         "sliding_window": 7,
@@ -468,6 +469,7 @@ _OWN_NAMES = {
     "gemma3_text": ("hidden_act",),
     "gpt_neox": ("rope_theta",),
     "falcon": ("intermediate_size",),
+    "exaone": ("num_hidden_layers", "rms_norm_eps", "hidden_act"),
 }
 
 

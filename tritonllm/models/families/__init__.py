@@ -51,7 +51,7 @@ _CLASSIFIES = "ForSequenceClassification"
 
 # Types that transformers 5.24 computes as a family's architecture, which it writes as theirs, but whose files have
 # other names and layouts of tensors. transformers reads them.
-OTHER_FILES = ("exaone", "sarvam_moe")
+OTHER_FILES = ("sarvam_moe",)
 
 # Fields that some architectures compute with, and the values at which they do nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -130,10 +130,18 @@ def _named(config: Config) -> str:
 def _known(config: Config) -> str | None:
     if config.get("model_type") in OTHER_FILES:
         return None
-    named = config.get("architectures") or [
-        name for name, family in FAMILIES.items() if family.model_type == config.get("model_type")
-    ]
+    of_type = [name for name, family in FAMILIES.items() if family.model_type == config.get("model_type")]
+    named = config.get("architectures") or of_type
+    for ours in of_type:
+        named = [_of_type(ours, str(name)) for name in named]
     return next((name for name in (_ALIASES.get(name, name) for name in named) if _homes(name)), None)
+
+
+def _of_type(ours: str, name: str) -> str:
+    """What ``name`` is in a file of the type of architecture ``ours``, which transformers may write as another's."""
+    end = _GENERATES[0]
+    theirs = FAMILIES[ours].written_as.removesuffix(end)
+    return ours.removesuffix(end) + name.removeprefix(theirs) if theirs and name.startswith(theirs) else name
 
 
 def _homes(name: str) -> list[tuple[Family, FamilyHead | None]]:

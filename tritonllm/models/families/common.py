@@ -27,6 +27,8 @@ class Family:
         renames: this architecture's name of a field -> the usual one.
         reads: fields that other architectures do not know and that ``axes`` computes with.
         aliases: other names in ``architectures``.
+        written_as: the architecture that transformers writes for this ``model_type``, whose files have other names of
+            tensors than this type's (EXAONE 3).
         extra_layers: how many layers beyond the model's own may be in the files at most: they draft tokens for it.
         extra_names: beginnings of the names of other tensors that are not part of the model, for the same reason.
         heads: architectures that have something else for the output projection; beside those of ``BY_SUFFIX`` in
@@ -40,6 +42,7 @@ class Family:
     renames: Mapping[str, str] = field(default_factory=dict)
     reads: frozenset[str] = frozenset()
     aliases: tuple[str, ...] = ()
+    written_as: str = ""
     extra_layers: int = 0
     extra_names: tuple[str, ...] = ()
     heads: Mapping[str, FamilyHead] = field(default_factory=dict)
