@@ -152,6 +152,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmoe-biases": ("olmoe", {"attention_bias": True, "norm_topk_prob": True, "num_key_value_heads": 4}),
     "granite-moe-shared-tied": ("granitemoeshared", {"shared_intermediate_size": 0, "attention_bias": True}),
+    "granite-moe-swa-one-rotation": (
+        "granitemoe_swa",
+        {
+            "layer_rope_theta": None,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "shared_intermediate_size": 0,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
     "cohere2-moe-sums": (
         "cohere2_moe",
         {

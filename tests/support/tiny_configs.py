@@ -393,6 +393,17 @@ _EXTRA: dict[str, dict[str, Any]] = {
         "logits_scaling": 6.0,
         "tie_word_embeddings": True,
     },
+    "granitemoe_swa": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 40,
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.3,
+        "logits_scaling": 6.0,
+        "sliding_window": 7,
+        "layer_rope_theta": [10000.0, 0, 500.0],
+    },
     "cohere2_moe": {
         "head_dim": 16,
         "layer_norm_eps": 1e-5,
