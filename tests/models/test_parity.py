@@ -123,6 +123,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "arcee-biases": ("arcee", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     "apertus-plain-activation": ("apertus", {"hidden_act": "gelu", "attention_bias": True, "num_key_value_heads": 1}),
+    "nanochat-biases": (
+        "nanochat",
+        {"attention_bias": True, "final_logit_softcapping": None, "rope_scaling": LLAMA3, "hidden_act": "gelu"},
+    ),
     "persimmon-no-norm": ("persimmon", {"qk_layernorm": False, "partial_rotary_factor": 1.0, "hidden_act": "gelu"}),
     "gemma-early-file": ("gemma", {"hidden_act": "gelu", "attention_bias": True, "num_key_value_heads": 1}),
     "helium-biases": ("helium", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),

@@ -176,6 +176,7 @@ _EXTRA: dict[str, dict[str, Any]] = {
     },
     "arcee": {"hidden_act": "relu2", "attention_bias": False, "mlp_bias": False},
     "jais2": {"hidden_act": "relu2", "layer_norm_eps": 1e-5, "attention_bias": True, "mlp_bias": True},
+    "nanochat": {"hidden_act": "relu2", "final_logit_softcapping": 15.0, "attention_bias": False},
     "persimmon": {
         "hidden_act": "relu2",
         "layer_norm_eps": 1e-5,

@@ -29,6 +29,7 @@ from tritonllm.models.families import (
     llama,
     llama4,
     ministral,
+    nanochat,
     nemotron,
     olmo,
     sigmoid_experts,
@@ -42,8 +43,9 @@ from tritonllm.models.spec import ModelSpec
 Config = Mapping[str, Any]
 
 _DENSE = (llama, ministral, granite, apertus, olmo, exaone, internlm, gemma, nemotron, gpt, gpt_neo, starcoder, alibi)
+_OTHERS = (nanochat,)
 _EXPERTS = (experts, sigmoid_experts, granite_moe, cohere_moe, llama4)
-_FILES = (*_DENSE, *_EXPERTS, ernie, hunyuan, bert)
+_FILES = (*_DENSE, *_OTHERS, *_EXPERTS, ernie, hunyuan, bert)
 FAMILIES: dict[str, Family] = {name: family for file in _FILES for name, family in file.FAMILIES.items()}
 _ALIASES = {alias: name for name, family in FAMILIES.items() for alias in family.aliases}
 _GENERATES = ("ForCausalLM", "LMHeadModel")  # ends of their names
