@@ -145,6 +145,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0, "norm_topk_prob": False},
     ),
+    "flint-layers": (
+        "flint",
+        {
+            "num_hidden_layers": 5,
+            "layer_types": None,
+            "mlp_only_layers": None,
+            "norm_topk_prob": False,
+            "attention_bias": True,
+        },
+    ),
     "glm4-moe-plain": ("glm4_moe", {"n_group": 1, "topk_group": 1, "use_qk_norm": False, "norm_topk_prob": False}),
     "dots1-plain": ("dots1", {"sliding_window": None, "n_shared_experts": 1, "attention_bias": False}),
     "solar-open-biases": ("solar_open", {"attention_bias": True, "rope_scaling": None, "n_group": 2}),

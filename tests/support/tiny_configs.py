@@ -313,6 +313,16 @@ _EXTRA: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [],
         "use_sliding_window": False,
     },
+    "flint": {
+        "head_dim": 24,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "mlp_only_layers": [0],
+        "sliding_window": 7,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+    },
     "glm4_moe": {
         "head_dim": 16,
         "partial_rotary_factor": 0.5,

@@ -1,4 +1,4 @@
-"""Mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE and GPT-OSS."""
+"""Mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, Flint and GPT-OSS."""
 
 from typing import Any
 
@@ -64,6 +64,33 @@ def _qwen3_moe(config: ConfigReader) -> dict[str, Any]:
     bias, norm = config.flag("attention_bias"), rms_norm(config)
     layers = _qwen_layers(config, _qwen_experts(config), qkv_bias=bias, o_bias=bias, qk_norm=norm)
     return {"norm": norm, "layers": layers}
+
+
+def _flint(config: ConfigReader) -> dict[str, Any]:
+    """The first two layers, every fourth and the last see everything and do not rotate; the first two are dense."""
+    if config.get("mlp_only_layers") is None:
+        config = ConfigReader({**config, "mlp_only_layers": [0, 1]})
+    bias, norm, count = config.flag("attention_bias"), rms_norm(config), config.size("num_hidden_layers")
+    rope, dense = config.rope(head_size(config)), mlp(config)
+    shared = MLPSpec(intermediate_size=config.size("shared_expert_intermediate_size"), activation=config.activation())
+    experts = _qwen_experts(config, scoring="sigmoid", router_float32=True, shared=shared)
+    windows = config.windows([i >= 2 and i % 4 != 1 and i < count - 1 for i in range(count)])
+    layers = [
+        LayerSpec(
+            attention=attention(
+                config,
+                rope=None if window is None else rope,
+                window=window,
+                qk_norm=norm,
+                sinks=True,
+                qkv_bias=bias,
+                o_bias=bias,
+            ),
+            mlp=experts if sparse else dense,
+        )
+        for window, sparse in zip(windows, _is_sparse(config), strict=True)
+    ]
+    return {"norm": norm, "layers": tuple(layers)}
 
 
 def _gpt_oss(config: ConfigReader) -> dict[str, Any]:
@@ -163,6 +190,26 @@ FAMILIES: dict[str, Family] = {
         },
         renames={"num_local_experts": "num_experts"},
         reads=frozenset({"num_experts", "num_local_experts"}),
+    ),
+    "FlintForCausalLM": Family(
+        model_type="flint",
+        axes=_flint,
+        names=always(WeightNames(sinks="self_attn.softmax_offset", shared="mlp.shared_expert")),
+        defaults={
+            **COMMON,
+            "intermediate_size": 6144,
+            "max_position_embeddings": 262144,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "sliding_window": 513,
+            "decoder_sparse_step": 1,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 1024,
+            "num_experts_per_tok": 6,
+            "num_experts": 256,
+            "norm_topk_prob": True,
+        },
+        reads=frozenset({"num_experts"}),
     ),
     "GptOssForCausalLM": Family(
         model_type="gpt_oss",
