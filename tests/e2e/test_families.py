@@ -43,11 +43,7 @@ def test_family(tmp_path, family):
         check(tmp_path, theirs)
 
 
-OTHERS = {
-    "bitnet": "BitNetForCausalLM is not a native family",
-    # computed as an architecture that has a family, but with files of its own
-    "exaone": "LlamaForCausalLM of model_type='exaone' is not a native family",
-}
+OTHERS = {"bitnet": "BitNetForCausalLM is not a native family"}
 
 
 @pytest.mark.parametrize("kind", [kind for kind in OTHERS if kind in CONFIG_MAPPING])

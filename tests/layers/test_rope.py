@@ -23,3 +23,8 @@ def test_dynamic_starts_beyond_the_trained_length():
     dynamic = dataclasses.replace(ROPE, scaling={"rope_type": "dynamic", "factor": 2.0})
     assert torch.equal(dynamic.table(64), ROPE.table(64))
     assert not torch.equal(dynamic.table(65)[:64], ROPE.table(64))
+
+
+def test_backwards_is_the_angle_with_the_other_sign():
+    cos, sin = ROPE.table(7).chunk(2, dim=-1)
+    assert torch.equal(dataclasses.replace(ROPE, backwards=True).table(7), torch.cat((cos, -sin), dim=-1))

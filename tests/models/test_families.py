@@ -161,6 +161,18 @@ def test_another_name_of_an_architecture():
     assert spec_from_config({**config, "architectures": ["MptForCausalLM"]}) == spec_from_config(config)
 
 
+def test_an_exaone_3_that_transformers_wrote_as_a_llama():
+    """Its tensors have EXAONE's names all the same."""
+    config = tiny_config("exaone")
+    spec = spec_from_config(config)
+    assert spec.architecture == "ExaoneForCausalLM" and "transformer.wte.weight" in weight_map(spec)
+    assert spec_from_config({**config, "architectures": ["LlamaForCausalLM"]}) == spec
+    for end in ("Model", "ForSequenceClassification"):
+        other = spec_from_config({**config, "architectures": [f"Llama{end}"]})
+        assert other.architecture == f"Exaone{end}" and not other.logits
+    assert spec_from_config(tiny_config("llama")).architecture == "LlamaForCausalLM"
+
+
 def test_model_type_without_architectures():
     assert spec_from_config(without(tiny_config("qwen2"), "architectures")).architecture == "Qwen2ForCausalLM"
 

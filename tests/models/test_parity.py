@@ -75,6 +75,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "phi3-window": ("phi3", {"sliding_window": 6, "num_key_value_heads": 4}),
     "olmo3-plain-rope": ("olmo3", {"rope_scaling": None, "attention_bias": True, "num_key_value_heads": 4}),
+    "exaone-3.5": ("exaone", {"rope_scaling": LLAMA3, "head_dim": 16, "tie_word_embeddings": True}),
     "exaone4-pattern": ("exaone4", {"layer_types": None, "sliding_window_pattern": 2}),
     "exaone4-1.2b": (
         "exaone4",
@@ -122,6 +123,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "arcee-biases": ("arcee", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     "apertus-plain-activation": ("apertus", {"hidden_act": "gelu", "attention_bias": True, "num_key_value_heads": 1}),
+    "nanochat-biases": (
+        "nanochat",
+        {"attention_bias": True, "final_logit_softcapping": None, "rope_scaling": LLAMA3, "hidden_act": "gelu"},
+    ),
     "persimmon-no-norm": ("persimmon", {"qk_layernorm": False, "partial_rotary_factor": 1.0, "hidden_act": "gelu"}),
     "gemma-early-file": ("gemma", {"hidden_act": "gelu", "attention_bias": True, "num_key_value_heads": 1}),
     "helium-biases": ("helium", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),
@@ -139,6 +144,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe-window": (
         "qwen3_moe",
         {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0, "norm_topk_prob": False},
+    ),
+    "flint-layers": (
+        "flint",
+        {
+            "num_hidden_layers": 5,
+            "layer_types": None,
+            "mlp_only_layers": None,
+            "norm_topk_prob": False,
+            "attention_bias": True,
+        },
     ),
     "glm4-moe-plain": ("glm4_moe", {"n_group": 1, "topk_group": 1, "use_qk_norm": False, "norm_topk_prob": False}),
     "sarvam-moe-biases": ("sarvam_moe", {"use_qkv_bias": True, "use_qk_norm": False, "n_group": 1, "topk_group": 1}),
@@ -160,6 +175,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "logit_scale": None,
             "attention_bias": True,
             "tie_word_embeddings": False,
+        },
+    ),
+    "granite-moe-swa-one-rotation": (
+        "granitemoe_swa",
+        {
+            "layer_rope_theta": None,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "shared_intermediate_size": 0,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
         },
     ),
     "cohere2-moe-sums": (

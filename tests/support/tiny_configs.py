@@ -58,6 +58,7 @@ _EXTRA: dict[str, dict[str, Any]] = {
         "sliding_window": 7,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
+    "exaone": {"num_layers": 3, "layer_norm_epsilon": 1e-5, "activation_function": "silu"},
     "exaone4": {
         "head_dim": 24,
         "sliding_window": 7,
@@ -176,6 +177,7 @@ _EXTRA: dict[str, dict[str, Any]] = {
     },
     "arcee": {"hidden_act": "relu2", "attention_bias": False, "mlp_bias": False},
     "jais2": {"hidden_act": "relu2", "layer_norm_eps": 1e-5, "attention_bias": True, "mlp_bias": True},
+    "nanochat": {"hidden_act": "relu2", "final_logit_softcapping": 15.0, "attention_bias": False},
     "persimmon": {
         "hidden_act": "relu2",
         "layer_norm_eps": 1e-5,
@@ -312,6 +314,16 @@ _EXTRA: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [],
         "use_sliding_window": False,
     },
+    "flint": {
+        "head_dim": 24,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "mlp_only_layers": [0],
+        "sliding_window": 7,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+    },
     "glm4_moe": {
         "head_dim": 16,
         "partial_rotary_factor": 0.5,
@@ -401,6 +413,17 @@ _EXTRA: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.3,
         "logits_scaling": 6.0,
         "tie_word_embeddings": True,
+    },
+    "granitemoe_swa": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 40,
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.3,
+        "logits_scaling": 6.0,
+        "sliding_window": 7,
+        "layer_rope_theta": [10000.0, 0, 500.0],
     },
     "cohere2_moe": {
         "head_dim": 16,
@@ -510,6 +533,7 @@ _OWN_NAMES = {
     "gemma3_text": ("hidden_act",),
     "gpt_neox": ("rope_theta",),
     "falcon": ("intermediate_size",),
+    "exaone": ("num_hidden_layers", "rms_norm_eps", "hidden_act"),
 }
 
 

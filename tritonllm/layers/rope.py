@@ -19,6 +19,7 @@ class RopeSpec:
         trained_length: positions that the model was trained on, unless ``scaling`` says otherwise.
         scaling: ``rope_type`` and its parameters, as in ``config.json``; empty for none.
         interleaved: pairs are neighbours instead of halves.
+        backwards: pairs turn the other way round (NanoChat).
     """
 
     base: float
@@ -26,6 +27,7 @@ class RopeSpec:
     trained_length: int
     scaling: Mapping[str, Any] = field(default_factory=dict)
     interleaved: bool = False
+    backwards: bool = False
 
     def table(self, max_position: int, device: torch.device | None = None) -> torch.Tensor:
         """``[max_position, rotary_dim]`` float32: what :func:`~tritonllm.kernels.apply_rope` reads.
@@ -33,7 +35,7 @@ class RopeSpec:
         Raises:
             ValueError: a rope type that is not supported, or parameters that do not fit it.
         """
-        return build_cos_sin_cache(
+        table = build_cos_sin_cache(
             self.rotary_dim,
             max_position,
             self.base,
@@ -41,3 +43,6 @@ class RopeSpec:
             max_position_embeddings=self.trained_length,
             device=device,
         )
+        if self.backwards:
+            table[:, self.rotary_dim // 2 :].neg_()
+        return table

@@ -23,7 +23,6 @@ from tritonllm.models.config_reader import ConfigReader
 from tritonllm.models.fallback_attention import PAGED, register
 from tritonllm.models.fallback_decoder import FallbackSpec, TransformersDecoder, refused
 from tritonllm.models.fallback_files import check_files, check_tied
-from tritonllm.models.families import OTHER_FILES
 from tritonllm.models.finite import not_finite, refuse
 
 _SAFETENSORS = {"auto": None, "safetensors": True, "pt": False}  # transformers' name of our load formats
@@ -222,9 +221,8 @@ def load_fallback(
             refuse(f"{folder}: ", ((name, parameters[name]) for name in parameters if name in bad))
     decoder = TransformersDecoder(lm.requires_grad_(False), spec, dtype=dtype, max_model_len=max_model_len)
     graphs = "" if decoder.supports_graphs else " and takes no CUDA graphs"
-    kind = f" of model_type={config.model_type!r}" if config.model_type in OTHER_FILES else ""
     warnings.warn(
-        f"{spec.architecture}{kind} is not a native family: transformers computes it, with our attention. This is "
+        f"{spec.architecture} is not a native family: transformers computes it, with our attention. This is "
         f"slower{graphs}; see docs/models.md",
         stacklevel=2,
     )

@@ -31,6 +31,7 @@ from tritonllm.models.families import (
     llama,
     llama4,
     ministral,
+    nanochat,
     nemotron,
     olmo,
     sigmoid_experts,
@@ -44,16 +45,13 @@ from tritonllm.models.spec import ModelSpec
 Config = Mapping[str, Any]
 
 _DENSE = (llama, ministral, granite, apertus, olmo, exaone, internlm, gemma, nemotron, gpt, gpt_neo, starcoder, alibi)
+_OTHERS = (cohere_compass, nanochat)
 _EXPERTS = (experts, sigmoid_experts, granite_moe, cohere_moe, llama4, aria)
-_FILES = (*_DENSE, *_EXPERTS, cohere_compass, ernie, hunyuan, bert)
+_FILES = (*_DENSE, *_OTHERS, *_EXPERTS, ernie, hunyuan, bert)
 FAMILIES: dict[str, Family] = {name: family for file in _FILES for name, family in file.FAMILIES.items()}
 _ALIASES = {alias: name for name, family in FAMILIES.items() for alias in family.aliases}
 _GENERATES = ("ForCausalLM", "LMHeadModel")  # ends of their names
 _CLASSIFIES = "ForSequenceClassification"
-
-# Types that transformers 5.24 computes as a family's architecture, which it writes as theirs, but whose files have
-# other names and layouts of tensors. transformers reads them.
-OTHER_FILES = ("exaone",)
 
 # Fields that some architectures compute with, and the values at which they do nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -130,8 +128,6 @@ def _named(config: Config) -> str:
 
 
 def _known(config: Config) -> str | None:
-    if config.get("model_type") in OTHER_FILES:
-        return None
     named = config.get("architectures") or [
         name for name, family in FAMILIES.items() if family.model_type == config.get("model_type")
     ]

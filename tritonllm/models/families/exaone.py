@@ -1,11 +1,12 @@
-"""Exaone 4 and K-EXAONE: a norm of each head; where some layers have a window, the others do not rotate."""
+"""EXAONE 3, 4 and K-EXAONE: 3 is a Llama under other names; the others have a norm of each head, and where some layers
+have a window, the others do not rotate."""
 
 from typing import Any
 
 from tritonllm.layers.attention import AttentionSpec
 from tritonllm.models.config_reader import ConfigReader
 from tritonllm.models.families.common import Family, always, attention, head_size, mlp, rms_norm
-from tritonllm.models.families.llama import COMMON
+from tritonllm.models.families.llama import COMMON, llama
 from tritonllm.models.families.olmo import NAMES_OF_POST_NORMS
 from tritonllm.models.families.sigmoid_experts import blocks, sigmoid_experts
 from tritonllm.models.spec import LayerSpec
@@ -64,7 +65,38 @@ _EXAONE: dict[str, Any] = {
     "sliding_window_pattern": 4,
 }
 
+_NAMES_OF_EXAONE_3 = WeightNames(
+    embed="transformer.wte",
+    norm="transformer.ln_f",
+    layer="transformer.h.{}",
+    attention_norm="ln_1",
+    mlp_norm="ln_2",
+    qkv=("attn.attention.q_proj", "attn.attention.k_proj", "attn.attention.v_proj"),
+    o="attn.attention.out_proj",
+    up=("mlp.c_fc_0", "mlp.c_fc_1"),
+    down="mlp.c_proj",
+)
+
 FAMILIES: dict[str, Family] = {
+    "ExaoneForCausalLM": Family(
+        model_type="exaone",
+        axes=llama,
+        names=always(_NAMES_OF_EXAONE_3),
+        defaults={
+            **COMMON,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "max_position_embeddings": 4096,
+            "num_key_value_heads": 8,
+            "eos_token_id": 361,
+        },
+        renames={
+            "num_layers": "num_hidden_layers",
+            "layer_norm_epsilon": "rms_norm_eps",
+            "activation_function": "hidden_act",
+        },
+        written_as="LlamaForCausalLM",
+    ),
     "Exaone4ForCausalLM": Family(
         model_type="exaone4",
         axes=_exaone4,

@@ -1,4 +1,4 @@
-"""Mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, Mellum 2 and GPT-OSS."""
+"""Mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, Mellum 2, Flint and GPT-OSS."""
 
 from typing import Any
 
@@ -86,6 +86,33 @@ def _mellum(config: ConfigReader) -> dict[str, Any]:
     layers = [
         LayerSpec(
             attention=attention(config, rope=ropes[window], window=window, **axes), mlp=experts if sparse else dense
+        )
+        for window, sparse in zip(windows, sparse_layers(config), strict=True)
+    ]
+    return {"norm": norm, "layers": tuple(layers)}
+
+
+def _flint(config: ConfigReader) -> dict[str, Any]:
+    """The first two layers, every fourth and the last see everything and do not rotate; the first two are dense."""
+    if config.get("mlp_only_layers") is None:
+        config = ConfigReader({**config, "mlp_only_layers": [0, 1]})
+    bias, norm, count = config.flag("attention_bias"), rms_norm(config), config.size("num_hidden_layers")
+    rope, dense = config.rope(head_size(config)), mlp(config)
+    shared = MLPSpec(intermediate_size=config.size("shared_expert_intermediate_size"), activation=config.activation())
+    experts = _qwen_experts(config, scoring="sigmoid", router_float32=True, shared=shared)
+    windows = config.windows([i >= 2 and i % 4 != 1 and i < count - 1 for i in range(count)])
+    layers = [
+        LayerSpec(
+            attention=attention(
+                config,
+                rope=None if window is None else rope,
+                window=window,
+                qk_norm=norm,
+                sinks=True,
+                qkv_bias=bias,
+                o_bias=bias,
+            ),
+            mlp=experts if sparse else dense,
         )
         for window, sparse in zip(windows, sparse_layers(config), strict=True)
     ]
@@ -210,6 +237,26 @@ FAMILIES: dict[str, Family] = {
         renames={"num_local_experts": "num_experts"},
         reads=frozenset({"num_experts", "num_local_experts"}),
         extra_names=("mtp.",),
+    ),
+    "FlintForCausalLM": Family(
+        model_type="flint",
+        axes=_flint,
+        names=always(WeightNames(sinks="self_attn.softmax_offset", shared="mlp.shared_expert")),
+        defaults={
+            **COMMON,
+            "intermediate_size": 6144,
+            "max_position_embeddings": 262144,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "sliding_window": 513,
+            "decoder_sparse_step": 1,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 1024,
+            "num_experts_per_tok": 6,
+            "num_experts": 256,
+            "norm_topk_prob": True,
+        },
+        reads=frozenset({"num_experts"}),
     ),
     "GptOssForCausalLM": Family(
         model_type="gpt_oss",

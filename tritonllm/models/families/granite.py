@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from tritonllm.layers.attention import AttentionSpec
 from tritonllm.models.config_reader import ConfigReader
 from tritonllm.models.families.common import Family, always, attention, head_size, mlp, rms_norm
 from tritonllm.models.families.llama import COMMON, granite
@@ -10,8 +11,8 @@ from tritonllm.models.spec import LayerSpec
 from tritonllm.models.weight_names import WeightNames
 
 
-def _with_windows(config: ConfigReader) -> dict[str, Any]:
-    """One layer of four sees everything; each layer has a rotation of its own, or none."""
+def windowed(config: ConfigReader) -> list[AttentionSpec]:
+    """The attention of each layer: one of four sees everything, and each has a rotation of its own, or none."""
     bias, count = config.flag("attention_bias"), config.size("num_hidden_layers")
     windows = config.windows([i % 4 != 0 for i in range(count)])
     plain = config.rope(head_size(config))
@@ -20,22 +21,23 @@ def _with_windows(config: ConfigReader) -> dict[str, Any]:
         bases = [plain.base] * count
     if not isinstance(bases, list) or len(bases) != count or not all(_is_base(base) for base in bases):
         raise ValueError(f"config.json: layer_rope_theta must be a list of {count} numbers, 0 for none, got {bases!r}")
-    block = mlp(config, bias=config.flag("mlp_bias"))
-    layers = tuple(
-        LayerSpec(
-            attention=attention(
-                config,
-                rope=dataclasses.replace(plain, base=float(base)) if base else None,
-                window=window,
-                scale=config.number("attention_multiplier"),
-                sinks=True,
-                qkv_bias=bias,
-                o_bias=bias,
-            ),
-            mlp=block,
+    return [
+        attention(
+            config,
+            rope=dataclasses.replace(plain, base=float(base)) if base else None,
+            window=window,
+            scale=config.number("attention_multiplier"),
+            sinks=True,
+            qkv_bias=bias,
+            o_bias=bias,
         )
         for base, window in zip(bases, windows, strict=True)
-    )
+    ]
+
+
+def _granite_swa(config: ConfigReader) -> dict[str, Any]:
+    block = mlp(config, bias=config.flag("mlp_bias"))
+    layers = tuple(LayerSpec(attention=attends, mlp=block) for attends in windowed(config))
     return {**granite(config), "layers": layers}
 
 
@@ -61,7 +63,7 @@ _MULTIPLIERS: dict[str, Any] = {"embedding_multiplier": 1.0, "residual_multiplie
 FAMILIES: dict[str, Family] = {
     "GraniteSWAForCausalLM": Family(
         model_type="granite_swa",
-        axes=_with_windows,
+        axes=_granite_swa,
         names=always(WeightNames()),
         defaults={
             **COMMON,

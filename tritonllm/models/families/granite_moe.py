@@ -1,39 +1,39 @@
-"""Granite with experts, with and without a shared MLP: the multipliers of Granite over Mixtral's routing."""
+"""Granite with experts, with and without a shared MLP or windows: the multipliers of Granite over Mixtral's routing."""
 
+import dataclasses
 from typing import Any
 
 from tritonllm.layers.mlp import MLPSpec
 from tritonllm.layers.moe import MoESpec
 from tritonllm.models.config_reader import ConfigReader
-from tritonllm.models.families.common import Family, always, attention, head_size, rms_norm, same_layers
-from tritonllm.models.families.llama import COMMON
+from tritonllm.models.families.common import Family, always
+from tritonllm.models.families.granite import windowed
+from tritonllm.models.families.llama import COMMON, granite
+from tritonllm.models.spec import LayerSpec
 from tritonllm.models.weight_names import WeightNames
 
 
-def _granite_moe(config: ConfigReader) -> dict[str, Any]:
-    bias, activation = config.flag("attention_bias"), config.activation()
-    attends = attention(
-        config,
-        rope=config.rope(head_size(config)),
-        scale=config.number("attention_multiplier"),
-        qkv_bias=bias,
-        o_bias=bias,
-    )
-    shared = config.size("shared_intermediate_size", low=0)
-    experts = MoESpec(
+def _experts(config: ConfigReader) -> MoESpec:
+    shared, activation = config.size("shared_intermediate_size", low=0), config.activation()
+    return MoESpec(
         num_experts=config.size("num_local_experts"),
         top_k=config.size("num_experts_per_tok"),
         intermediate_size=config.size("intermediate_size"),
         activation=activation,
         shared=MLPSpec(intermediate_size=shared, activation=activation) if shared else None,
     )
-    return {
-        "norm": rms_norm(config),
-        "layers": same_layers(config, attends, experts),
-        "embedding_multiplier": config.number("embedding_multiplier"),
-        "residual_multiplier": config.number("residual_multiplier"),
-        "logit_scale": 1.0 / config.number("logits_scaling"),
-    }
+
+
+def _granite_moe(config: ConfigReader) -> dict[str, Any]:
+    axes, experts = granite(config), _experts(config)
+    return {**axes, "layers": tuple(dataclasses.replace(layer, mlp=experts) for layer in axes["layers"])}
+
+
+def _granite_moe_swa(config: ConfigReader) -> dict[str, Any]:
+    """The attention of Granite with sliding windows."""
+    experts = _experts(config)
+    layers = tuple(LayerSpec(attention=attends, mlp=experts) for attends in windowed(config))
+    return {**granite(config), "layers": layers}
 
 
 _NAMES = WeightNames(
@@ -44,6 +44,12 @@ _NAMES = WeightNames(
     shared="shared_mlp",
     shared_up=("input_linear",),
     shared_down="output_linear",
+)
+_NAMES_OF_SWA = dataclasses.replace(
+    _NAMES,
+    router="block_sparse_moe.router",
+    stacked_up="block_sparse_moe.experts.gate_up_proj",
+    stacked_down="block_sparse_moe.experts.down_proj",
 )
 _GRANITE_MOE: dict[str, Any] = {
     **COMMON,
@@ -65,5 +71,12 @@ FAMILIES: dict[str, Family] = {
     ),
     "GraniteMoeSharedForCausalLM": Family(
         model_type="granitemoeshared", axes=_granite_moe, names=always(_NAMES), defaults=_GRANITE_MOE, reads=_READS
+    ),
+    "GraniteMoeSWAForCausalLM": Family(
+        model_type="granitemoe_swa",
+        axes=_granite_moe_swa,
+        names=always(_NAMES_OF_SWA),
+        defaults={**_GRANITE_MOE, "sliding_window": 128},
+        reads=_READS,
     ),
 }

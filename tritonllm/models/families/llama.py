@@ -31,7 +31,7 @@ COMMON: dict[str, Any] = {
 FUSED = WeightNames(qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",))
 
 
-def _llama(config: ConfigReader) -> dict[str, Any]:
+def llama(config: ConfigReader) -> dict[str, Any]:
     bias = config.flag("attention_bias")
     rope = config.rope(head_size(config))
     attends = attention(config, rope=rope, qkv_bias=bias, o_bias=bias)
@@ -127,7 +127,7 @@ def _minicpm(config: ConfigReader) -> dict[str, Any]:
     """Scaled as its training was, by the maximal update parametrization (Hu et al., "MiniCPM", 2024)."""
     depth = config.size("num_hidden_layers")
     return {
-        **_llama(config),
+        **llama(config),
         "embedding_multiplier": config.number("scale_emb"),
         "residual_multiplier": config.number("scale_depth") / math.sqrt(depth),
         "logit_scale": config.number("dim_model_base") / config.size("hidden_size"),
@@ -242,7 +242,7 @@ COHERE: dict[str, Any] = {
 }
 
 FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family(model_type="llama", axes=_llama, names=always(WeightNames()), defaults=_LLAMA),
+    "LlamaForCausalLM": Family(model_type="llama", axes=llama, names=always(WeightNames()), defaults=_LLAMA),
     "SeedOssForCausalLM": Family(
         model_type="seed_oss",
         axes=_seed_oss,
