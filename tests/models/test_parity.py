@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.compare import median_error, relative_error
+from support.compare import relative_error, relative_errors
 from support.tiny_models import (
     ALL_FAMILIES,
     NOT_IN_TRANSFORMERS,
@@ -332,12 +332,16 @@ def test_half_precision(models, dtype, tmp_path):
     theirs, _ = models
     theirs.save_pretrained(tmp_path)
     ours = load_decoder(tmp_path, dtype=dtype)
-    tokens = random_tokens(PROMPT, 101, seed=6)
-    exact = reference_logits(theirs, tokens)
     rounded = type(theirs).from_pretrained(tmp_path, dtype=dtype, attn_implementation="eager").eval()
-    # of the median token: rounding sends some to other experts, in each implementation other ones
-    error = median_error(PagedRunner(ours).prefill(PagedSequence(), tokens), exact)
-    assert error <= 1.2 * median_error(reference_logits(rounded, tokens), exact)
+    errors = []
+    for prompt in (random_tokens(PROMPT // 3, 101, seed=seed) for seed in (6, 7, 8)):
+        exact = reference_logits(theirs, prompt)
+        mine = PagedRunner(ours).prefill(PagedSequence(), prompt)
+        errors.append([relative_errors(logits, exact) for logits in (mine, reference_logits(rounded, prompt))])
+    # Of the median token: rounding sends some to other experts, in each implementation other ones, and with one the
+    # tokens behind it in its prompt.
+    mine, other = (float(torch.cat(each).median()) for each in zip(*errors, strict=True))
+    assert mine <= 1.2 * other
 
 
 @pytest.mark.parametrize("heads", [4, 6])

@@ -39,6 +39,11 @@ def with_row_padding(t: torch.Tensor, padding: int) -> torch.Tensor:
     return view
 
 
+def relative_errors(out: torch.Tensor, ref: torch.Tensor) -> torch.Tensor:
+    """The relative error of each row."""
+    return (out - ref).norm(dim=-1) / ref.norm(dim=-1)
+
+
 def median_error(out: torch.Tensor, ref: torch.Tensor) -> float:
     """The relative error of the median row."""
-    return float(((out - ref).norm(dim=-1) / ref.norm(dim=-1)).median())
+    return float(relative_errors(out, ref).median())
