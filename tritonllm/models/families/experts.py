@@ -114,7 +114,7 @@ def _flint(config: ConfigReader) -> dict[str, Any]:
             ),
             mlp=experts if sparse else dense,
         )
-        for window, sparse in zip(windows, sparse_layers(config), strict=True)
+        for window, sparse in zip(windows, _is_sparse(config), strict=True)
     ]
     return {"norm": norm, "layers": tuple(layers)}
 
