@@ -53,6 +53,12 @@ def _more(inner):
 PATTERNS = st.recursive(PIECES, _more, max_leaves=6)
 
 
+def test_what_is_needed_at_the_end_is_needed(compiler):
+    """xgrammar 0.2.9 lets both of these end with the b."""
+    grammar = for_output(compiler, "(.)*b(.)+")
+    assert [allows(grammar, text) for text in ("b", "ab", "ba", "aba")] == [False, False, True, True]
+
+
 @settings(max_examples=examples(150))
 @given(PATTERNS, st.integers(0, 99))
 def test_what_it_allows_matches(compiler, pattern, seed):
