@@ -11,6 +11,8 @@ from support.examples import examples
 from support.random_texts import allows, random_text
 from support.random_texts import compiler as new_compiler
 
+from tritonllm.config.sampling_params import StructuredOutputsParams
+from tritonllm.engine.grammar import grammar as structured
 from tritonllm.engine.grammar.grammar_rules import Rules
 from tritonllm.engine.grammar.patterns import TooLarge, Unreadable, whole, within_json
 
@@ -57,6 +59,23 @@ def test_what_is_needed_at_the_end_is_needed(compiler):
     """xgrammar 0.2.9 lets both of these end with the b."""
     grammar = for_output(compiler, "(.)*b(.)+")
     assert [allows(grammar, text) for text in ("b", "ab", "ba", "aba")] == [False, False, True, True]
+
+
+class EndsEarly(xgrammar.GrammarMatcher):
+    """Xgrammar 0.2.9's."""
+
+    def accept_token(self, token, **options):
+        return True
+
+
+def test_a_release_that_ends_texts_early_is_refused(monkeypatch):
+    monkeypatch.setattr(xgrammar, "GrammarMatcher", EndsEarly)
+    structured._xgrammar.cache_clear()
+    try:
+        with pytest.raises(ValueError, match="xgrammar ends texts where their grammar goes on: install another one"):
+            structured.parse(StructuredOutputsParams(regex="a"))
+    finally:
+        structured._xgrammar.cache_clear()
 
 
 @settings(max_examples=examples(150))

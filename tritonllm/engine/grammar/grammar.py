@@ -33,16 +33,31 @@ from tritonllm.engine.grammar.schema_grammar import any_json, grammar_of
 from tritonllm.system.extras import install
 
 logger = logging.getLogger(__name__)
+_ANY = r"[\u0000-\ud7ff\ue000-\U0010ffff]"
 MOST_KEPT = 256  # compiled grammars; one of a small schema takes some hundred kilobytes
 
 
+@cache
 def _xgrammar() -> Any:
+    """The library, if it does what a grammar says.
+
+    Raises:
+        ValueError: it is not installed, or it is a release that ends texts where their grammar goes on (0.2.9 does).
+    """
     try:
         import xgrammar
     except ImportError as error:
         raise ValueError(
             f"structured_outputs need xgrammar, which is not installed: {install('structured')}"
         ) from error
+    compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo(["a", "b", "<end>"], stop_token_ids=[2]), max_threads=1)
+    grammar = f'root ::= "b" {_ANY} r\nr ::= "" | {_ANY} r\n'
+    matcher = xgrammar.GrammarMatcher(compiler.compile_grammar(xgrammar.Grammar.from_ebnf(grammar)))
+    if not matcher.accept_token(1) or matcher.accept_token(2):
+        raise ValueError(
+            "structured_outputs: this release of xgrammar ends texts where their grammar goes on: install another one "
+            "(pip install 'xgrammar!=0.2.9'), or use structured_outputs_backend='guidance'"
+        )
     return xgrammar
 
 
