@@ -82,7 +82,8 @@ class AttentionSpec:
         qk_norm_over: what shares a norm's statistics and weights: each ``head`` its own statistics with the same
             weights, each of the ``heads`` with weights of its own, or ``all`` heads at once.
         rope: rotation of queries and keys; ``None`` for none.
-        query_scaling: how queries grow with their position; ``None`` for not at all. Without ``qk_norm``.
+        query_scaling: how queries grow with their position; ``None`` for not at all. Without ``qk_norm`` and
+            ``clip_qkv``.
         window: keys that a token sees, itself included; ``None`` for all.
         softcap: replaces logits ``s`` by ``softcap * tanh(s / softcap)``; 0 for none.
         sinks: each head has a learned logit that takes weight and gives no value (GPT-OSS).
@@ -118,8 +119,8 @@ class AttentionSpec:
             raise ValueError(f"rotary_dim must be at most head_size={self.head_size}, got {self.rope.rotary_dim}")
         if self.qk_norm_after_rope and (self.qk_norm is None or self.rope is None):
             raise ValueError("qk_norm_after_rope needs a qk_norm and a rope")
-        if self.query_scaling is not None and self.qk_norm is not None:
-            raise ValueError("query_scaling with a qk_norm is not supported")
+        if self.query_scaling is not None and (self.qk_norm is not None or self.clip_qkv is not None):
+            raise ValueError("query_scaling with a qk_norm or clip_qkv is not supported")
         if self.alibi_slopes is not None and len(self.alibi_slopes) != self.num_heads:
             raise ValueError(f"alibi_slopes must have one entry for each of {self.num_heads} heads")
 
@@ -177,17 +178,24 @@ class Attention(nn.Module):
         metadata: AttentionMetadata,
         kv_cache: KVCacheView,
         rows: torch.Tensor | None = None,
+        query_scale: torch.Tensor | None = None,
     ) -> Addend:
         """Attend from ``[T, input_size]`` at ``positions[T]``; writes the new keys and values into ``kv_cache``.
 
         Args:
             cos_sin_cache: the table of the spec's ``rope``; ``None`` without one.
             rows: ``[R]`` int64, the tokens whose results are wanted; ``None`` for all T.
+            query_scale: ``[T, 1, 1]``, what the spec's ``query_scaling`` says of the positions; ``None`` without one.
 
         Returns:
             ``[R, hidden]``, to be added.
         """
-        out = self.attend(self.qkv(*x), positions, cos_sin_cache, metadata, kv_cache)
+        qkv = self.qkv(*x)
+        if self.spec.query_scaling is not None:  # a rotation is linear, so it may come after
+            assert query_scale is not None  # the same for all layers: computed once for a step
+            queries, _ = self._queries_and_keys(qkv)
+            queries *= query_scale
+        out = self.attend(qkv, positions, cos_sin_cache, metadata, kv_cache)
         return Addend(self.o, out if rows is None else out.index_select(0, rows))
 
     def attend(
@@ -201,9 +209,6 @@ class Attention(nn.Module):
         """What lies between the two projections: ``qkv[T, (H + 2 K) D]``, overwritten, -> ``[T, H D]``."""
         if self.spec.clip_qkv is not None:
             qkv.clamp_(-self.spec.clip_qkv, self.spec.clip_qkv)
-        if self.spec.query_scaling is not None:  # a rotation is linear, so it may come after
-            queries, _ = self._queries_and_keys(qkv)
-            queries *= self.spec.query_scaling.of(positions).to(qkv.dtype)[:, None, None]
         if self.spec.qk_norm_after_rope:
             assert cos_sin_cache is not None and self.spec.rope is not None
             apply_rope(*self._queries_and_keys(qkv), positions, cos_sin_cache, interleaved=self.spec.rope.interleaved)

@@ -116,6 +116,9 @@ class Decoder(nn.Module):
             make_batch_invariant(self)
         self.expert_counts = _expert_counts(self.spec, device) if counts_experts else None
         self._tables, self._table_of_layer = _rope_tables(self.spec, max_model_len, device)
+        scalings = [layer.attention.query_scaling for layer in self.spec.layers]
+        self._scalings = [scaling for scaling in dict.fromkeys(scalings) if scaling is not None]
+        self._scaling_of_layer = [None if one is None else self._scalings.index(one) for one in scalings]
         self._running: range | tuple[int, ...] = range(self.spec.num_layers)
 
     @property
@@ -237,13 +240,14 @@ class Decoder(nn.Module):
                 f"kv_cache must have one view for each of {self.spec.num_layers} layers, got {len(kv_cache)}"
             )
         before, stored = self._readable(before), None if metadata is None else metadata.stored
+        scales = [scaling.of(positions).to(self.dtype)[:, None, None] for scaling in self._scalings]
         states: dict[int, torch.Tensor] = {}
         room = (
             0 if metadata is None else metadata.exchange_rows or max(len(positions), 0 if rows is None else len(rows))
         )
         for place, after, how in zip(self._running, [*self._running[1:], None], plan.layers, strict=True):
             wanted, following = (rows, None) if after is None else (None, self.layers[after].attention_norm)
-            table = self._tables[self._table_of_layer[place]]
+            table, scaling = self._tables[self._table_of_layer[place]], self._scaling_of_layer[place]
             if place in before:
                 states[place] = stream.settled()
             counter, travels, last = None, None, wanted is not None
@@ -252,7 +256,8 @@ class Decoder(nn.Module):
             if self.exchange.size > 1:
                 travels = ExchangedRows(self.exchange, room, metadata.marks(wanted=last))
             batch = positions, table, metadata, kv_cache[place]
-            self.layers[place](stream, how, *batch, wanted, following, counter, travels)
+            scale = None if scaling is None else scales[scaling]
+            self.layers[place](stream, how, *batch, wanted, following, counter, travels, scale)
             if stored is not None:
                 stored(place)
         return stream.enter(self.norm, plan.last_norm).rows, [states[place] for place in before]

@@ -92,6 +92,7 @@ class DecoderLayer(nn.Module):
         following: Norm | None = None,
         counter: LayerCounter | None = None,
         exchanged: ExchangedRows | None = None,
+        query_scale: torch.Tensor | None = None,
     ) -> None:
         """Read the stream and add to it.
 
@@ -101,12 +102,13 @@ class DecoderLayer(nn.Module):
             following: the norm with which the next layer begins.
             counter: where the experts that tokens choose are counted, if there are any.
             exchanged: how rows get to experts on other ranks, if there are any.
+            query_scale: ``[T, 1, 1]``, what queries grow by; ``None`` where they do not.
         """
         x = stream.enter(self.attention_norm, plan.attention_norm)
         if rows is not None:
             stream.keep(rows)
         stream.add(  # without a name for what is added: its memory would be held during the MLP
-            self.attention(x, positions, cos_sin_cache, metadata, kv_cache, rows),
+            self.attention(x, positions, cos_sin_cache, metadata, kv_cache, rows, query_scale),
             plan.attention_add,
             after=self.attention_post_norm,
             following=self.mlp_norm,
