@@ -22,6 +22,10 @@ class Bad(SchedulingPolicy):
         return request.params.extra_args["rank"]
 
 
+class NoRank(SchedulingPolicy):
+    pass
+
+
 class NeedsMore(SchedulingPolicy):
     def __init__(self, more):
         self.more = more
@@ -51,7 +55,8 @@ def test_the_policy_of_a_configuration(settings, kind):
             r"scheduler_cls must be a class derived from tritonllm\.engine\.schedule\.policy\.Scheduling",
         ),
         ("pathlib.Path", "scheduler_cls must be a class derived from"),
-        (NeedsMore, "scheduler_cls: NeedsMore must be made without arguments"),
+        (NoRank, "scheduler_cls: NoRank must have a rank.. and be made without arguments .*abstract"),
+        (NeedsMore, "scheduler_cls: NeedsMore must have a rank.. and be made without arguments"),
     ],
 )
 def test_what_is_no_policy_is_refused_before_the_model_is_looked_for(scheduler_cls, message):

@@ -7,6 +7,7 @@ request becomes the first at some time is the policy's duty.
 """
 
 import math
+from abc import ABC, abstractmethod
 from typing import Any
 
 from tritonllm.config.checks import load_code
@@ -14,7 +15,7 @@ from tritonllm.config.engine import SchedulerConfig
 from tritonllm.engine.data.request import Request
 
 
-class SchedulingPolicy:
+class SchedulingPolicy(ABC):
     """The order of requests. ``LLM(..., scheduler_cls=MyPolicy)`` takes a class derived from this one, or its name as
     ``"module.MyPolicy"``, and calls it once, without arguments.
 
@@ -30,6 +31,7 @@ class SchedulingPolicy:
     preempts = False
     uses_priority = True
 
+    @abstractmethod
     def rank(self, request: Request) -> float:
         """The place of a request that has just arrived: lower ranks come first, equal ones as they arrived.
 
@@ -37,7 +39,6 @@ class SchedulingPolicy:
             request: what it asks for: ``prompt_token_ids``, ``params``, ``priority``, ``arrival`` and what else the
                 first group of :class:`Request`'s fields has. Of a user's request with several sequences, the first.
         """
-        raise NotImplementedError
 
 
 class ByArrival(SchedulingPolicy):
@@ -83,7 +84,9 @@ def policy_of(config: SchedulerConfig) -> SchedulingPolicy:
     try:
         return kind()
     except TypeError as error:
-        raise ValueError(f"scheduler_cls: {kind.__name__} must be made without arguments ({error})") from error
+        raise ValueError(
+            f"scheduler_cls: {kind.__name__} must have a rank() and be made without arguments ({error})"
+        ) from error
 
 
 def rank_of(policy: SchedulingPolicy, request: Request) -> float:

@@ -1,5 +1,6 @@
 """Parsers of one's own: Python files that name classes."""
 
+import functools
 import importlib.util
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -26,8 +27,9 @@ class Plugins:
     reasoning: Mapping[str, Thoughts | NewReader] = field(default_factory=dict)
 
 
+@functools.cache
 def load_plugins(tools: str | None, reasoning: str | None) -> Plugins:
-    """Run the files and read which parsers they have.
+    """Run the files, once in a process, and read which parsers they have.
 
     The file of ``tools`` has ``TOOL_PARSERS``, a dict from names to classes of readers
     (:class:`~tritonllm.serve.parsing.pieces.AnswerReader`), which are made of the tools that a request has: a mapping
