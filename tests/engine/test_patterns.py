@@ -70,12 +70,12 @@ class EndsEarly(xgrammar.GrammarMatcher):
 
 def test_a_release_that_ends_texts_early_is_refused(monkeypatch):
     monkeypatch.setattr(xgrammar, "GrammarMatcher", EndsEarly)
-    structured._xgrammar.cache_clear()
+    structured._check_release.cache_clear()
     try:
         with pytest.raises(ValueError, match="xgrammar ends texts where their grammar goes on: install another one"):
             structured.parse(StructuredOutputsParams(regex="a"))
     finally:
-        structured._xgrammar.cache_clear()
+        structured._check_release.cache_clear()
 
 
 @settings(max_examples=examples(150))

@@ -37,12 +37,11 @@ _ANY = r"[\u0000-\ud7ff\ue000-\U0010ffff]"
 MOST_KEPT = 256  # compiled grammars; one of a small schema takes some hundred kilobytes
 
 
-@cache
 def _xgrammar() -> Any:
-    """The library, if it does what a grammar says.
+    """The library.
 
     Raises:
-        ValueError: it is not installed, or it is a release that ends texts where their grammar goes on (0.2.9 does).
+        ValueError: it is not installed, or not right.
     """
     try:
         import xgrammar
@@ -50,6 +49,17 @@ def _xgrammar() -> Any:
         raise ValueError(
             f"structured_outputs need xgrammar, which is not installed: {install('structured')}"
         ) from error
+    _check_release(xgrammar)
+    return xgrammar
+
+
+@cache
+def _check_release(xgrammar: Any) -> None:
+    """Check that no text ends where its grammar goes on, as those of 0.2.9 do.
+
+    Raises:
+        ValueError: one does.
+    """
     compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo(["a", "b", "<end>"], stop_token_ids=[2]), max_threads=1)
     grammar = f'root ::= "b" {_ANY} r\nr ::= "" | {_ANY} r\n'
     matcher = xgrammar.GrammarMatcher(compiler.compile_grammar(xgrammar.Grammar.from_ebnf(grammar)))
@@ -58,7 +68,6 @@ def _xgrammar() -> Any:
             "structured_outputs: this release of xgrammar ends texts where their grammar goes on: install another one "
             "(pip install 'xgrammar!=0.2.9'), or use structured_outputs_backend='guidance'"
         )
-    return xgrammar
 
 
 def parse(wish: StructuredOutputsParams) -> Any:
