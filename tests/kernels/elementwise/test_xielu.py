@@ -79,3 +79,25 @@ def test_leading_dimensions(device, shape):
 def test_bad_arguments(x, learned, out, names):
     with pytest.raises(ValueError, match=names):
         xielu(x, learned, out=out)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 4096])
+def test_real_shapes(device, dtype, tokens):
+    """Apertus-8B."""
+    x = torch.randn(tokens, 21504, device=device, dtype=dtype)
+    learned = parameters(device, dtype)
+    expected = xielu_ref(x.float(), learned)
+    out = poisoned(tokens, 21504, dtype=dtype, device=device)
+    assert_close(xielu(x, learned, out=out), expected)
+    assert_close(xielu(x, learned, out=x), expected)
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_int32(device):
+    """2^31 elements and more: the last row is right."""
+    x = torch.zeros(2**31 // 8192 + 3, 8192, device=device, dtype=torch.bfloat16)
+    x[-1].normal_()
+    expected = xielu_ref(x[-1].float(), parameters(device))
+    assert_close(xielu(x, parameters(device), out=x)[-1], expected)
