@@ -732,6 +732,7 @@ MECHANISMS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "head_dim": 128,
         "rotary_dim": 64,
+        "partial_rotary_factor": 0.5,  # the same for transformers 5.17, which does not read rotary_dim
         "max_position_embeddings": 196608,
         "num_local_experts": 256,
         "num_experts_per_tok": 8,
