@@ -4,11 +4,14 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
 import torch
+from support.checkout import environment
 from support.engines import NGRAMS, greedy, token_ids
 from support.gpu_engines import KINDS, PROMPTS, make
 from support.mechanism_configs import MECHANISMS
@@ -138,3 +141,13 @@ def test_a_lost_rank_ends_the_requests(folder, number, reason):
     assert time.monotonic() - begin < 60.0
     victim.join(10.0)
     assert victim.exitcode is not None
+
+
+def test_ranks_of_a_launcher_end_with_status_0_after_captured_collectives(tmp_path):
+    """NCCL's: a group is not left while a graph with one of them is there, and Python's end cannot wait for that."""
+    wait = ["--distributed-executor-backend", "external_launcher", "--disable-custom-all-reduce"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "tritonllm", "generate"]
+    command += ["-tp", "2", *wait, "--temperature", "0", "--max-tokens", "8", "--prompt", "What is 20 + 22?"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment(), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "42" in done.stdout

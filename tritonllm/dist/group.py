@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # kernels are imported where there is a GPU
 
 
 PATIENCE = 10.0  # seconds that leaving a group may take
+ABORT = "tritonllm-abort"  # the thread that leaves NCCL's
 
 
 class Group:
@@ -218,9 +219,9 @@ class ConnectedGroup(Group):
             if abort is not None and not self._is_shut:
                 self._is_shut = True
                 # It first tells what runs on the device to end, and then waits until no graph is left that has
-                # captured a collective (NCCL 2.28, commDestroySync): at Python's end there are some, and both of two
-                # H100s waited for ever.
-                thread = threading.Thread(target=abort, name="tritonllm-abort", daemon=True)
+                # captured a collective (NCCL 2.28, commDestroySync). So the runner's go first where ranks end as they
+                # were told to; beside a rank that is gone they may run for ever.
+                thread = threading.Thread(target=abort, name=ABORT, daemon=True)
                 thread.start()
                 thread.join(PATIENCE)
             return
@@ -232,6 +233,11 @@ class ConnectedGroup(Group):
                 self._backend = _Left()
             finally:
                 self._leaving.release()
+
+
+def is_leaving() -> bool:
+    """Whether a group of NCCL's has not been left in time and a thread of this process still waits for that."""
+    return any(thread.name == ABORT for thread in threading.enumerate())
 
 
 class _Left:

@@ -1,5 +1,8 @@
 """Which ranks an engine has beside its own, by its configuration."""
 
+import logging
+
+from tritonllm import env
 from tritonllm.config.engine import EngineConfig
 from tritonllm.dist.lockstep import ExpertPlace
 from tritonllm.engine.ranks.executor import SpawnedRanks
@@ -7,6 +10,8 @@ from tritonllm.engine.ranks.launched import launched_ranks
 from tritonllm.engine.ranks.ray_ranks import RayRanks
 from tritonllm.engine.ranks.shared_experts import SharedExpertRanks
 from tritonllm.engine.start.ranks import Ranks
+
+logger = logging.getLogger(__name__)
 
 
 def ranks_of(config: EngineConfig, place: ExpertPlace | None = None) -> Ranks:
@@ -20,4 +25,13 @@ def ranks_of(config: EngineConfig, place: ExpertPlace | None = None) -> Ranks:
         return launched_ranks(config)
     if config.parallel.distributed_executor_backend == "ray":
         return RayRanks(config)
+    place = env.launched() if config.parallel.distributed_executor_backend is None else None
+    if place is not None and place.size == config.parallel.world_size:
+        logger.warning(
+            "a launcher has started %d processes (WORLD_SIZE), and each of them starts an engine of %d ranks: with "
+            "distributed_executor_backend='external_launcher' the processes are the ranks of one engine; 'mp' leaves "
+            "this warning out",
+            place.size,
+            place.size,
+        )
     return SpawnedRanks(config)

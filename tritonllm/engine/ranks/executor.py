@@ -12,7 +12,8 @@ import multiprocessing.util
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing.process import BaseProcess
 from types import TracebackType
@@ -31,7 +32,7 @@ from tritonllm.engine.data.results import RunningStep
 from tritonllm.engine.data.step import FREE, Restrictions, Step
 from tritonllm.engine.data.step_bytes import pack
 from tritonllm.engine.ranks.worker import START_PATIENCE
-from tritonllm.engine.start.ranks import Executor, Ranks
+from tritonllm.engine.start.ranks import Executor, Ranks, release_graphs
 from tritonllm.engine.step.runner import ModelRunner
 from tritonllm.models.interface import CausalLM
 from tritonllm.system.starting import later, run_spawned
@@ -50,6 +51,7 @@ class SpawnedRanks(Ranks):
         self._config = config
         self._size = config.parallel.world_size
         self._met: list[Team] = []  # once this rank is in it
+        self._leading: list[weakref.ref[ModelRunner]] = []  # once all are ready
         self._finalizer: Callable[[], object] = lambda: None
 
     def begin(self) -> None:
@@ -82,7 +84,7 @@ class SpawnedRanks(Ranks):
             raise
         # At exit before multiprocessing joins its children: it would wait for ranks that nobody has stopped.
         self._finalizer = multiprocessing.util.Finalize(
-            self, _end, args=(self.watch, mailbox, processes, met, os.getpid()), exitpriority=100
+            self, _end, args=(self.watch, mailbox, processes, met, self._leading, os.getpid()), exitpriority=100
         )
 
     def join(self, device: torch.device) -> Team:
@@ -93,6 +95,7 @@ class SpawnedRanks(Ranks):
 
     def lead(self, runner: ModelRunner) -> Executor:
         self.watch.await_ready()
+        self._leading.append(weakref.ref(runner))
         return GroupExecutor(runner, self)
 
     def end(self) -> None:
@@ -230,7 +233,14 @@ def _leave(met: list[Team]) -> None:
         team.shut()
 
 
-def _end(watch: Watch, mailbox: Mailbox, processes: Mapping[int, BaseProcess], met: list[Team], owner: int) -> None:
+def _end(
+    watch: Watch,
+    mailbox: Mailbox,
+    processes: Mapping[int, BaseProcess],
+    met: list[Team],
+    leading: Sequence[weakref.ref[ModelRunner]],
+    owner: int,
+) -> None:
     """Tell the ranks to end, see that they do, and leave the group."""
     if os.getpid() != owner:
         return
@@ -249,4 +259,5 @@ def _end(watch: Watch, mailbox: Mailbox, processes: Mapping[int, BaseProcess], m
         process.join(max(0.0, until - time.monotonic()))
         kill(process)
         process.join()
+    release_graphs(leading)
     _leave(met)

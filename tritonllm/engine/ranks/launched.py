@@ -19,7 +19,7 @@ import struct
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -31,12 +31,12 @@ from tritonllm import env
 from tritonllm.config.engine import EngineConfig
 from tritonllm.dist.connect import address_of, connect, local_store, own_address
 from tritonllm.dist.door import MAC, Door, Entrance, IntruderError, digest, new_secret
-from tritonllm.dist.group import Group
+from tritonllm.dist.group import Group, is_leaving
 from tritonllm.dist.pipeline import Team, meet
 from tritonllm.dist.watch import GroupFailure, WorkerError, host_watch
 from tritonllm.engine.ranks.executor import GroupExecutor
 from tritonllm.engine.ranks.worker import START_PATIENCE, Following, lost_a_peer
-from tritonllm.engine.start.ranks import Executor, Ranks
+from tritonllm.engine.start.ranks import Executor, Ranks, release_graphs
 from tritonllm.engine.start.startup import load_rank
 from tritonllm.engine.step.runner import ModelRunner
 from tritonllm.kernels.compile.monitor import MONITOR
@@ -109,6 +109,7 @@ class Leaving:
         begin: called first: what ends from here on was told to.
         done: called last, when this rank needs the others no more.
         farewell: the others wait for steps, and are told that no more will come. Those that still load do not listen.
+        runners: have captured steps, which go first.
     """
 
     wire: Wire
@@ -117,6 +118,7 @@ class Leaving:
     begin: Callable[[], object]
     done: Callable[[], object]
     farewell: bool = False
+    runners: list[weakref.ref[ModelRunner]] = field(default_factory=list)
 
     def __call__(self) -> None:
         if os.getpid() != self.owner:
@@ -128,6 +130,7 @@ class Leaving:
                 self.wire.send(b"")
             except RuntimeError as error:  # they have ended
                 logger.debug("the other ranks could not be told to end: %s", error)
+        release_graphs(self.runners)
         self.team.shut()
         self.wire.group.shut()
         self.done()
@@ -245,6 +248,7 @@ class LaunchedRanks(Ranks):
             ranks.limit(self._patience)
         assert self._leaving is not None  # they have met
         self._leaving.farewell = True
+        self._leaving.runners.append(weakref.ref(runner))
         return GroupExecutor(runner, self)
 
     def end(self) -> None:
@@ -294,6 +298,8 @@ class LaunchedRanks(Ranks):
         """What a rank other than 0 does; ``started`` is called when it is ready."""
         runner, _, team = load_rank(config, self.join, self._place.local_rank)
         team.limit(self._patience)
+        assert self._leaving is not None  # they have met
+        self._leaving.runners.append(weakref.ref(runner))
         MONITOR.serving = True
         started()
         following = Following(runner)
@@ -332,4 +338,8 @@ def launched_ranks(config: EngineConfig) -> LaunchedRanks:
     if place.rank == 0:
         return ranks
     ranks.follow(config)
+    if is_leaving():  # Python's end would end that thread inside of NCCL, and so the process with signal 6
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
     raise SystemExit(0)

@@ -77,6 +77,7 @@ def run_worker(config: EngineConfig, rank: int, port: int, mailbox: Mailbox, rep
         MONITOR.serving = ready = True
         reports.send(Report(ready=True))
         follow(runner, mailbox, reader, SPIN if device.type == "cuda" else 0.0)
+        runner.release_graphs()
         team.shut()
     except BaseException as error:
         logger.debug("rank %d failed", place.rank, exc_info=True)

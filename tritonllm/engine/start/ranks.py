@@ -1,5 +1,7 @@
 """What an engine and its start see of the other ranks: nothing, where there are none."""
 
+import weakref
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Protocol
 
@@ -46,6 +48,13 @@ class Executor(Protocol):
 
     def abandon(self) -> None:
         """A step was broken off, perhaps between its launch and its draw."""
+
+
+def release_graphs(runners: Sequence[weakref.ref[ModelRunner]]) -> None:
+    """Let the runners that are still there go of their captured steps."""
+    for reference in runners:
+        if (runner := reference()) is not None:
+            runner.release_graphs()
 
 
 class Ranks:

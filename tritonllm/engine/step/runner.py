@@ -1,7 +1,9 @@
 """Runs steps on one device: owns the model and the paged cache, knows nothing of queues or text."""
 
 import dataclasses
+import time
 from collections import deque
+from contextlib import suppress
 from functools import cache
 
 import torch
@@ -230,6 +232,22 @@ class ModelRunner:
         if self._sizes.captures:
             self._graphs = preparation.capture()
         self._seats.times.zero_()
+
+    def release_graphs(self, patience: float = 1.0) -> None:
+        """Let go of captured steps, as this rank is about to leave the others: NCCL leaves no group while there is a
+        graph with one of its collectives (:meth:`~tritonllm.dist.group.Group.shut`).
+
+        Args:
+            patience: seconds in which what was launched may end. What has not ended then waits for a rank that is gone,
+                and keeps its graph.
+        """
+        until = time.monotonic() + patience
+        with suppress(RuntimeError):  # the device is broken: nothing of it can be let go of
+            while self._graphs is not None and not torch.cuda.current_stream(self._device).query():
+                if time.monotonic() > until:
+                    return
+                time.sleep(1e-3)
+            self._graphs = None
 
     def launch(self, plan: StepPlan) -> RunningStep | None:
         """Build a plan's step and start it; ``None`` if it is late: :meth:`draw` must follow before the next launch, as
