@@ -161,6 +161,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "solar-open-biases": ("solar_open", {"attention_bias": True, "rope_scaling": None, "n_group": 2}),
     "hy3-layers": ("hy_v3", {"mlp_layer_types": ["sparse", "dense", "sparse"], "attention_bias": True}),
     "minimax-m2-whole-heads": ("minimax_m2", {"rotary_dim": None, "num_key_value_heads": 4}),
+    "afmoe-plain": (
+        "afmoe",
+        {"mup_enabled": False, "attention_bias": True, "layer_types": None, "global_attn_every_n_layers": 2},
+    ),
     "exaone-moe-pattern": (
         "exaone_moe",
         {"layer_types": None, "sliding_window_pattern": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0},

@@ -383,6 +383,17 @@ _EXTRA: dict[str, dict[str, Any]] = {
         "num_local_experts": 8,
         "num_experts_per_tok": 3,
     },
+    "afmoe": {
+        "head_dim": 24,
+        "moe_intermediate_size": 24,
+        "num_experts": 8,
+        "num_shared_experts": 2,
+        "num_experts_per_tok": 3,
+        "route_scale": 2.5,
+        "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "mup_enabled": True,
+    },
     "exaone_moe": {
         "head_dim": 24,
         "moe_intermediate_size": 24,

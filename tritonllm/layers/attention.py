@@ -17,6 +17,7 @@ from tritonllm.kernels import (
     paged_decode_attention,
     paged_verify_attention,
     qk_norm_rope_store,
+    sigmoid_gate,
     varlen_prefill_attention,
 )
 from tritonllm.layers.context import split_attention
@@ -87,6 +88,8 @@ class AttentionSpec:
         window: keys that a token sees, itself included; ``None`` for all.
         softcap: replaces logits ``s`` by ``softcap * tanh(s / softcap)``; 0 for none.
         sinks: each head has a learned logit that takes weight and gives no value (GPT-OSS).
+        output_gate: whether each element of the heads' output is multiplied by the sigmoid of another projection of the
+            layer's input (AFMoE).
         alibi_slopes: the slope of each head's linear bias; ``None`` for no bias.
         causal: whether a token sees none behind it. Without that a window is to both sides, and sequences come whole.
     """
@@ -107,6 +110,7 @@ class AttentionSpec:
     window: int | None = None
     softcap: float = 0.0
     sinks: bool = False
+    output_gate: bool = False
     alibi_slopes: tuple[float, ...] | None = None
     causal: bool = True
 
@@ -155,6 +159,9 @@ class Attention(nn.Module):
         columns = sum(self.heads) * spec.head_size
         self.qkv = Linear(spec.input_size or hidden_size, columns, bias=spec.qkv_bias, dtype=dtype, device=device)
         self.o = Linear(q_size, hidden_size, bias=spec.o_bias, dtype=dtype, device=device)
+        self.gate: Linear | None = None
+        if spec.output_gate:
+            self.gate = Linear(spec.input_size or hidden_size, q_size, bias=False, dtype=dtype, device=device)
         self.q_norm = self.k_norm = None
         if spec.qk_norm is not None:
             self.q_norm = Norm(self._norm_shape(spec.num_heads), spec.qk_norm, dtype=dtype, device=device)
@@ -195,7 +202,10 @@ class Attention(nn.Module):
             assert query_scale is not None  # the same for all layers: computed once for a step
             queries, _ = self._queries_and_keys(qkv)
             queries *= query_scale
+        gate = None if self.gate is None else self.gate(*x)
         out = self.attend(qkv, positions, cos_sin_cache, metadata, kv_cache)
+        if gate is not None:
+            sigmoid_gate(out, gate, out=out)
         return Addend(self.o, out if rows is None else out.index_select(0, rows))
 
     def attend(

@@ -144,6 +144,7 @@ def _of_layer(layer: LayerSpec) -> dict[str, Split | Once]:
         "attention.qkv.bias": stacked,
         "attention.o.weight": Split(1, (queries,)),
         "attention.o.bias": Once(),
+        "attention.gate.weight": Split(0, (queries,)),
         "attention.sinks": Split(0, (Section(attention.num_heads),)),
     }
     if attention.qk_norm_over != "head":  # weights of each head

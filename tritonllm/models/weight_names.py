@@ -27,6 +27,7 @@ class WeightNames:
         qkv_by_group: whether the one projection has the queries, the key and the value of a key head together.
         qkv_order: another order of its heads: from the numbers of heads and of key heads, where each head of the tensor
             goes among queries, keys and values (CodeGen).
+        gate: the projection whose sigmoid multiplies attention's output (AFMoE).
         qk_norm_by_head: ``q_norm`` and ``k_norm`` have a tensor for each head, under ``norms.{}``.
         up: gate and up, or one projection that holds both, or the only one of an MLP without a gate.
         xielu: the activation's module, of an MLP whose activation has parameters (Apertus).
@@ -61,6 +62,7 @@ class WeightNames:
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     qk_norm_by_head: bool = False
+    gate: str = "self_attn.gate_proj"
     sinks: str = "self_attn.sinks"
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     xielu: str = ""
@@ -211,6 +213,8 @@ def _attention(hidden: int, spec: AttentionSpec, names: WeightNames, theirs: str
     if spec.qk_norm is not None:
         for name, place, count in ((names.q_norm, "q_norm", heads), (names.k_norm, "k_norm", kv_heads)):
             yield from _head_norm(spec, names, theirs + name, f"{ours}.{place}", count)
+    if spec.output_gate:
+        yield from _linear(theirs + names.gate, f"{ours}.gate", heads * head, spec.input_size or hidden, bias=False)
     if spec.sinks:
         yield theirs + names.sinks, Slot(parameter=f"{ours}.sinks", shape=(heads,))
 

@@ -25,13 +25,13 @@ def ranks_of(config: EngineConfig, place: ExpertPlace | None = None) -> Ranks:
         return launched_ranks(config)
     if config.parallel.distributed_executor_backend == "ray":
         return RayRanks(config)
-    place = env.launched() if config.parallel.distributed_executor_backend is None else None
-    if place is not None and place.size == config.parallel.world_size:
+    launched = env.launched() if config.parallel.distributed_executor_backend is None else None
+    if launched is not None and launched.size == config.parallel.world_size:
         logger.warning(
             "a launcher has started %d processes (WORLD_SIZE), and each of them starts an engine of %d ranks: with "
             "distributed_executor_backend='external_launcher' the processes are the ranks of one engine; 'mp' leaves "
             "this warning out",
-            place.size,
-            place.size,
+            launched.size,
+            launched.size,
         )
     return SpawnedRanks(config)

@@ -1,5 +1,5 @@
 """Experts that are chosen by a sigmoid and a correction bias (DeepSeek-V3's rule): GLM-4.5, Sarvam, dots.llm1, Solar
-Open, Hy3 and MiniMax M2."""
+Open, Hy3, MiniMax M2 and AFMoE."""
 
 from typing import Any
 
@@ -124,6 +124,27 @@ def _minimax_m2(config: ConfigReader) -> dict[str, Any]:
     )
     attends = attention(config, rope=config.rope(head), qk_norm=norm, qk_norm_over="all")
     return {"norm": norm, "layers": same_layers(config, attends, experts)}
+
+
+def _afmoe(config: ConfigReader) -> dict[str, Any]:
+    """Layers with a window rotate, every fourth sees everything and does not; attention's output is gated."""
+    check_fixed(config, score_func=("sigmoid",), route_norm=(True,), n_group=(1,), topk_group=(1,))
+    norm, bias, rope = rms_norm(config), config.flag("attention_bias"), config.rope(head_size(config))
+    every, count = config.size("global_attn_every_n_layers"), config.size("num_hidden_layers")
+    axes: dict[str, Any] = {"qkv_bias": bias, "o_bias": bias, "qk_norm": norm, "output_gate": True}
+    attends = [
+        attention(config, window=window, rope=None if window is None else rope, **axes)
+        for window in config.windows([(i + 1) % every != 0 for i in range(count)])
+    ]
+    experts = sigmoid_experts(config, renormalize=True, num_groups=1, top_k_groups=1)
+    pairs = zip(attends, blocks(config, experts), strict=True)
+    scale = config.size("hidden_size") ** 0.5 if config.flag("mup_enabled") else 1.0
+    return {
+        "norm": norm,
+        "norm_position": "sandwich",
+        "embedding_multiplier": scale,
+        "layers": tuple(LayerSpec(attention=attends, mlp=block) for attends, block in pairs),
+    }
 
 
 _GROUPS: dict[str, Any] = {"routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1}
@@ -287,5 +308,42 @@ FAMILIES: dict[str, Family] = {
         renames={"num_experts": "num_local_experts"},
         reads=frozenset({"num_experts", "num_local_experts"}),
         extra_layers=3,
+    ),
+    "AfmoeForCausalLM": Family(
+        model_type="afmoe",
+        axes=_afmoe,
+        names=always(
+            WeightNames(
+                attention_post_norm="post_attention_layernorm",
+                mlp_norm="pre_mlp_layernorm",
+                mlp_post_norm="post_mlp_layernorm",
+                router="mlp.router.gate",
+                correction_bias="mlp.expert_bias",
+            )
+        ),
+        defaults={
+            **COMMON,
+            **_GROUPS,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 16384,
+            "head_dim": 128,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 1408,
+            "n_routed_experts": 64,
+            "num_experts_per_tok": 6,
+            "n_shared_experts": 2,
+            "norm_topk_prob": True,
+            "first_k_dense_replace": 1,
+            "sliding_window": 1024,
+            "global_attn_every_n_layers": 4,
+            "mup_enabled": False,
+        },
+        renames={
+            "num_experts": "n_routed_experts",
+            "num_shared_experts": "n_shared_experts",
+            "num_dense_layers": "first_k_dense_replace",
+            "route_scale": "routed_scaling_factor",
+        },
+        reads=frozenset({"num_experts", "num_local_experts"}),
     ),
 }

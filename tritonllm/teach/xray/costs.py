@@ -298,6 +298,11 @@ def _xielu(bound: Bound, result: Any) -> Cost:
     return Cost(8 * out.numel(), nbytes(bound["x"], bound["parameters"]), nbytes(out))
 
 
+def _sigmoid_gate(bound: Bound, result: Any) -> Cost:
+    out = bound["out"]
+    return Cost(4 * out.numel(), nbytes(bound["x"], bound["gate"]), nbytes(out))
+
+
 def _cap(bound: Bound, result: Any) -> Cost:
     logits = bound["logits"]
     each = (1 if bound["scale"] != 1 else 0) + (3 if bound["softcap"] else 0)
@@ -370,6 +375,7 @@ FORMULAS: dict[str, Callable[[Bound, Any], Cost | Later]] = {
     "tritonllm.moe_route": _route,
     "tritonllm.activation": _activation,
     "tritonllm.xielu": _xielu,
+    "tritonllm.sigmoid_gate": _sigmoid_gate,
     "tritonllm.cap_logits": _cap,
     "aten.embedding": _rows,
     "aten.index_select": _rows,

@@ -32,6 +32,7 @@ STAGES = {
     "attention": "attention",
     "attention.q_norm": "attention",
     "attention.k_norm": "attention",
+    "attention.gate": "attention gate",
     "attention.o": "attention out",
     "attention_post_norm": "norm after attention",
     "mlp_norm": "norm before MLP",
