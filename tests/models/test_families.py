@@ -113,7 +113,7 @@ def test_fields_left_out(family):
     if "n_embd" in config:  # GPT-J and CodeGen rotate 64 elements of a head
         width = 2048 if family in ("gptj", "codegen") else 512
         config |= {"n_head": 32, "n_embd": width, "hidden_size": width}
-    if family == "mpt":
+    if family in ("mpt", "dbrx"):
         config |= {"n_heads": 32, "d_model": 512}
     if family == "helium":  # 20 key heads
         config["num_attention_heads"] = 20
@@ -308,6 +308,24 @@ def test_bad_sizes(name, value):
         ("mpt", {"attn_config": "torch"}, "attn_config must be an object, got 'torch'"),
         ("mpt", {"attn_config": {"clip_qkv": 0}}, "clip_qkv must be a number above 0, got 0"),
         ("mpt", {"logit_scale": "inv_sqrt_d_model"}, "logit_scale='inv_sqrt_d_model' is not supported"),
+        ("dbrx", {"attn_config": 8}, "attn_config must be an object, got 8"),
+        ("dbrx", {"attn_config": {"kv_n_heads": 3}}, "multiple of num_kv_heads"),
+        ("dbrx", {"attn_config": {"kv_n_heads": None}}, "kv_n_heads must be an integer of at least 1, got None"),
+        ("dbrx", {"attn_config": {"rope_theta": -1.0}}, "rope_theta must be a number above 0, got -1.0"),
+        ("dbrx", {"ffn_config": "glu"}, "ffn_config must be an object, got 'glu'"),
+        ("dbrx", {"ffn_config": {"moe_top_k": 5}}, "top_k must be from 1 to the 4 experts"),
+        (
+            "dbrx",
+            {"ffn_config": {"moe_normalize_expert_weights": 2.0}},
+            "moe_normalize_expert_weights other than 1.0 is not supported, got 2.0",
+        ),
+        ("dbrx", {"ffn_config": {"uniform_expert_assignment": True}}, "uniform_expert_assignment other than False"),
+        ("dbrx", {"ffn_config": {"ffn_act_fn": {"name": "mish"}}}, "ffn_act_fn must be one of silu, .*, got 'mish'"),
+        (
+            "dbrx",
+            {"ffn_config": {"ffn_act_fn": {"name": "gelu", "approximate": "tanh"}}},
+            "ffn_act_fn with more than a name is not supported, got .*'approximate'",
+        ),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True is not supported"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported"),
         ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a number above 0, got 0"),

@@ -110,6 +110,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "mpt",
         {"n_heads": 6, "d_model": 96, "attn_config": {"softmax_scale": 0.3}, "tie_word_embeddings": False},
     ),
+    "dbrx-plain": (
+        "dbrx",
+        {
+            "attn_config": {"kv_n_heads": 4, "rope_theta": 500000.0, "clip_qkv": 100.0},
+            "ffn_config": {
+                "ffn_hidden_size": 40,
+                "moe_num_experts": 4,
+                "moe_top_k": 2,
+                "moe_normalize_expert_weights": None,
+                "ffn_act_fn": {"name": "gelu"},
+            },
+        },
+    ),
     "opt-350m": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 32}),
     "opt-no-biases": ("opt", {"enable_bias": False, "layer_norm_elementwise_affine": False}),
     "opt-no-final-norm": ("opt", {"_remove_final_layer_norm": True, "activation_function": "gelu"}),

@@ -6,8 +6,9 @@ import json
 import torch
 from safetensors.torch import load_file, save_file
 from support.checkpoints import refused
-from support.real_configs import GLM_4_6, LLAMA_4_SCOUT
+from support.real_configs import DBRX, GLM_4_6, LLAMA_4_SCOUT
 from support.tiny_models import load_decoder
+from transformers import AutoConfig
 
 from tritonllm.layers.attention import QueryScaling
 from tritonllm.layers.mlp import MLPSpec
@@ -135,3 +136,53 @@ def test_names_of_llama_4_scout(tmp_path):
     load_decoder(tmp_path)
     add(tmp_path, "language_model.model.layers.1.feed_forward.other.weight")
     refused(tmp_path, r"tensor language_model\.model\.layers\.1\.feed_forward\.other\.weight has no place")
+
+
+def test_dbrx():
+    spec = spec_from_config(DBRX)
+    attention, experts = spec.layers[39].attention, spec.layers[39].mlp
+    assert all(layer == spec.layers[0] for layer in spec.layers) and spec.num_layers == 40
+    assert (attention.num_heads, spec.num_kv_heads, spec.head_size, attention.clip_qkv) == (48, 8, 128, 8.0)
+    assert attention.rope.base == 500000.0 and not (attention.qkv_bias or attention.o_bias)
+    assert (spec.norm.kind, spec.norm.weight, spec.norm.bias) == ("layer", True, False)
+    assert (experts.num_experts, experts.top_k, experts.intermediate_size) == (16, 4, 10752)
+    assert (experts.scoring, experts.renormalize, experts.activation) == ("softmax", True, "silu")
+    assert (spec.max_position_embeddings, spec.tie_word_embeddings) == (32768, False)
+    assert parameters(spec) == 131_596_523_520
+
+
+def test_rotation_of_dbrx_in_a_file_of_transformers_5():
+    """It writes a base of its own beside that of ``attn_config``, from which the model was trained."""
+    fields = copy.deepcopy({key: value for key, value in DBRX.items() if key != "model_type"})
+    written = AutoConfig.for_model("dbrx", **fields).to_dict()
+    assert written["rope_parameters"]["rope_theta"] == 10000.0
+    assert spec_from_config(written) == spec_from_config(DBRX)
+    other = {**DBRX, "attn_config": {}, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}}
+    rope = spec_from_config(other).layers[0].attention.rope
+    assert (rope.base, rope.scaling["factor"]) == (1e6, 2.0)
+
+
+def test_names_of_dbrx(tmp_path):
+    """As its index lists them; the experts' rows follow one another."""
+    experts = {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2}
+    tiny = {"d_model": 64, "n_heads": 4, "n_layers": 2, "vocab_size": 101, "max_seq_len": 128, "torch_dtype": "float32"}
+    config = {**DBRX, **tiny, "attn_config": {**DBRX["attn_config"], "kv_n_heads": 2}, "ffn_config": experts}
+    of_layer = {
+        "norm_attn_norm.norm_1.weight": (64,),
+        "norm_attn_norm.attn.Wqkv.weight": (64 + 2 * 32, 64),
+        "norm_attn_norm.attn.out_proj.weight": (64, 64),
+        "norm_attn_norm.norm_2.weight": (64,),
+        "ffn.router.layer.weight": (4, 64),
+        **{f"ffn.experts.mlp.{name}": (4 * 24, 64) for name in ("w1", "v1", "w2")},
+    }
+    shapes = {f"transformer.blocks.{i}.{name}": shape for i in range(2) for name, shape in of_layer.items()}
+    shapes |= {"transformer.wte.weight": (101, 64), "transformer.norm_f.weight": (64,), "lm_head.weight": (101, 64)}
+    write(tmp_path, config, list(shapes), shapes.__getitem__)
+    experts_of_layer, tensors = load_decoder(tmp_path).layers[1].mlp, load_file(tmp_path / "model.safetensors")
+    w1, v1, w2 = (
+        tensors[f"transformer.blocks.1.ffn.experts.mlp.{name}"][2 * 24 : 3 * 24] for name in ("w1", "v1", "w2")
+    )
+    assert torch.equal(experts_of_layer.gate_up[2], torch.cat([w1, v1]))
+    assert torch.equal(experts_of_layer.down[2], w2.T)
+    add(tmp_path, "transformer.blocks.1.ffn.other.weight")
+    refused(tmp_path, r"tensor transformer\.blocks\.1\.ffn\.other\.weight has no place")

@@ -1,6 +1,7 @@
 """The shard spec: the ranks' parts together are the whole, whatever the sizes."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -79,42 +80,44 @@ def test_vocabulary(rows, size):
     assert all(len(mine) == min(each, max(0, rows - rank * each)) for rank, mine in enumerate(held))
 
 
-def count_of(family: str) -> str:
-    """The field that says how many experts there are."""
+MIXTURES = ["mixtral", "qwen2_moe", "glm4_moe", "gpt_oss", "ernie4_5_moe", "hunyuan_v1_moe", "granitemoeshared", "dbrx"]
+
+
+def of_count(family: str, count: int) -> dict[str, Any]:
+    """What a configuration says of so many experts."""
+    if family == "dbrx":
+        return {"ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": count, "moe_top_k": 3}}
     others = {"glm4_moe": "n_routed_experts", "ernie4_5_moe": "moe_num_experts"}
     local = family in ("mixtral", "gpt_oss", "granitemoeshared")
-    return "num_local_experts" if local else others.get(family, "num_experts")
+    return {"num_local_experts" if local else others.get(family, "num_experts"): count}
 
 
 @given(
-    family=st.sampled_from(
-        ["mixtral", "qwen2_moe", "glm4_moe", "gpt_oss", "ernie4_5_moe", "hunyuan_v1_moe", "granitemoeshared"]
-    ),
+    family=st.sampled_from(MIXTURES),
     each=st.integers(1, 3),
     size=st.sampled_from([2, 4]),
 )
 def test_parts_of_whole_experts(family, each, size):
-    """Also of experts that are one tensor, transposed, whose gate and up alternate, with biases."""
-    count = count_of(family)
-    changes = {count: 4 * each * size}  # one family has four groups of them
-    whole = spec_of(family, **changes, num_attention_heads=4, num_key_value_heads=2)
+    """Also of experts that are one tensor, transposed, whose gate and up alternate, with biases, or that lie one below
+    the other."""
+    count = 4 * each * size  # one family has four groups of them
+    whole = spec_of(family, **of_count(family, count), num_attention_heads=4, num_key_value_heads=2)
     spec = by_expert(whole)
     check_parts(spec, size)
     held = [[mlp.held for mlp in mixtures(local_spec(spec, rank, size))] for rank in range(size)]
     for of_layer in zip(*held, strict=True):
-        assert [expert for mine in of_layer for expert in mine] == list(range(changes[count]))
+        assert [expert for mine in of_layer for expert in mine] == list(range(count))
 
 
 @given(
-    family=st.sampled_from(["mixtral", "qwen2_moe", "glm4_moe", "gpt_oss", "ernie4_5_moe"]),
+    family=st.sampled_from(["mixtral", "qwen2_moe", "glm4_moe", "gpt_oss", "ernie4_5_moe", "dbrx"]),
     size=st.sampled_from([2, 4]),
     redundant=st.sampled_from([0, 4, 8]),
     load=st.lists(st.integers(0, 9), min_size=8, max_size=8),
 )
 def test_parts_of_placed_experts(family, size, redundant, load):
     """Some of them on several ranks, and no layer as the next one."""
-    count = count_of(family)
-    whole = spec_of(family, **{count: 8}, num_attention_heads=4, num_key_value_heads=2)
+    whole = spec_of(family, **of_count(family, 8), num_attention_heads=4, num_key_value_heads=2)
     loads = {place: (*load[place:], *load[:place]) for place in whole.experts}
     spec = by_expert(whole, rebalance(ExpertLoad(whole.architecture, loads), size, redundant))
     check_parts(spec, size)
@@ -124,16 +127,13 @@ def test_parts_of_placed_experts(family, size, redundant, load):
 
 
 @given(
-    family=st.sampled_from(
-        ["mixtral", "qwen2_moe", "glm4_moe", "gpt_oss", "ernie4_5_moe", "hunyuan_v1_moe", "granitemoeshared"]
-    ),
+    family=st.sampled_from(MIXTURES),
     each=st.integers(1, 3),
     size=st.sampled_from([2, 3, 4]),
 )
 def test_parts_of_shared_experts(family, each, size):
     """Each expert is on one rank, and all else on all of them."""
-    count = count_of(family)
-    spec = spec_of(family, **{count: 4 * each * size})
+    spec = spec_of(family, **of_count(family, 4 * each * size))
     shards, of_experts = expert_splits(spec), {"gate_up", "gate_up_bias", "down", "down_bias"}
     assert shards.keys() == {f"layers.{place}.mlp.{name}" for place in spec.experts for name in of_experts}
     check_parts(spec, size, shards)

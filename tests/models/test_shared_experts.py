@@ -43,6 +43,7 @@ EXPERTS = {  # of each family so many that 4 ranks have equally many
     "cohere2_moe": {},
     "llama4_text": {},
     "aria_text": {},
+    "dbrx": {},
 }
 TOKENS = 23, 0, 9, 14  # of each rank
 ROWS = 32  # of any step

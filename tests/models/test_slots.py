@@ -30,15 +30,18 @@ def slots_in_parameters(draw: st.DrawFn) -> tuple[Slot, tuple[int, ...]]:
     if kind != "plain":
         parameter = (experts, *parameter)
     is_row = kind == "plain" and draw(st.booleans())
+    flat = kind == "all experts" and draw(st.booleans())
     leading = (experts,) if kind == "all experts" else (1,) if is_row else ()
+    whole = (experts * shape[0], *shape[1:]) if flat else (*leading, *shape)
     slot = Slot(
         parameter="p",
-        shape=(*leading, *shape),
+        shape=whole,
         expert=draw(st.integers(0, experts - 1)) if kind == "one expert" else None,
         axis=1 if kind == "all experts" else 0,
         start=start,
         transposed=transposed,
         is_row=is_row,
+        flat_experts=experts if flat else 0,
         minus=draw(st.sampled_from([0.0, 1.0])),
         order=order,
     )
@@ -47,7 +50,7 @@ def slots_in_parameters(draw: st.DrawFn) -> tuple[Slot, tuple[int, ...]]:
 
 def written(slot: Slot, parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """What ``slot.write`` should leave: row by row."""
-    out, tensor = parameter.clone(), tensor[0] if slot.is_row else tensor
+    out, tensor = parameter.clone(), by_expert(slot, tensor[0] if slot.is_row else tensor)
     if slot.axis == 1:
         views = list(zip(out, tensor, strict=True))
     else:
@@ -59,6 +62,11 @@ def written(slot: Slot, parameter: torch.Tensor, tensor: torch.Tensor) -> torch.
             block = slot.order[i // size] if slot.order else 0
             target[slot.start + block * size + i % size] = row + slot.minus
     return out
+
+
+def by_expert(slot: Slot, tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor[experts, ...]`` of one with experts one below the other."""
+    return torch.stack(tensor.chunk(slot.flat_experts)) if slot.flat_experts else tensor
 
 
 @given(case=slots_in_parameters(), piece=st.sampled_from([1, 7, slots.PIECE]))
@@ -83,8 +91,8 @@ def test_one_expert_of_a_stacked_tensor(case):
     tensor = torch.arange(1.0, torch.Size(slot.shape).numel() + 1).reshape(slot.shape)
     at_once, one_by_one = torch.full(shape, NAN), torch.full(shape, NAN)
     slot.write(at_once, tensor)
-    for e in range(len(tensor)):
-        slot.of_expert(e).write(one_by_one, tensor[e])
+    for e, of_expert in enumerate(by_expert(slot, tensor)):
+        slot.of_expert(e).write(one_by_one, of_expert)
     assert torch.equal(at_once.nan_to_num(), one_by_one.nan_to_num())
 
 

@@ -111,6 +111,7 @@ EXPERTS = {  # of each family so many that 4 ranks have equally many
     "cohere2_moe": {},
     "llama4_text": {},
     "aria_text": {},
+    "dbrx": {},
 }
 
 
@@ -161,6 +162,18 @@ def test_reads_only_its_part(tmp_path, elements_read, suffix):
     vocabulary = 101 - 56  # rank 0 has share_of(101, 2) of them
     head = vocabulary * whole["lm_head.weight"] // 101
     cut = sum(n for name, n in whole.items() if "_proj" in name)
+    assert sum(elements_read) == kept + head + cut // 2
+
+
+@pytest.mark.parametrize("whole_experts", [False, True])
+def test_reads_only_its_part_of_experts_one_below_the_other(tmp_path, elements_read, whole_experts):
+    """Half of the rows of each expert, or all rows of half of the experts."""
+    model = write_checkpoint(tmp_path, tiny_config("dbrx"), seed=1)
+    load_rank(tmp_path, Group(1, 2), whole_experts=whole_experts)
+    whole = {name: p.numel() for name, p in model.named_parameters()}
+    head = (101 - 56) * whole["lm_head.weight"] // 101  # rank 0 has 56 rows of the vocabulary
+    cut = sum(n for name, n in whole.items() if ".experts." in name or ".attn." in name)
+    kept = sum(whole.values()) - cut - whole.pop("lm_head.weight")
     assert sum(elements_read) == kept + head + cut // 2
 
 

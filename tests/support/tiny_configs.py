@@ -137,6 +137,15 @@ _EXTRA: dict[str, dict[str, Any]] = {
         "attn_config": {"clip_qkv": 1.5, "alibi": True},
         "tie_word_embeddings": True,
     },
+    "dbrx": {
+        "d_model": 64,
+        "n_layers": 3,
+        "n_heads": 4,
+        "max_seq_len": 256,
+        "rope_theta": 500000.0,  # transformers 5 reads this one, and DBRX's own code that of attn_config
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 500000.0, "clip_qkv": 1.5},
+        "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 8, "moe_top_k": 3},
+    },
     "opt": {
         "ffn_dim": 88,
         "word_embed_proj_dim": 64,
@@ -538,6 +547,7 @@ _OWN_NAMES = {
     "vaultgemma": ("hidden_act",),
     "bloom": ("max_position_embeddings", "intermediate_size"),
     "mpt": _OF_GPT2,
+    "dbrx": (*_OF_GPT2, "num_key_value_heads", "rms_norm_eps", "hidden_act"),
     "opt": ("intermediate_size",),
     "cohere2_moe": ("rms_norm_eps",),
     "gemma2": ("hidden_act",),

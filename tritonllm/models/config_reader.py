@@ -95,6 +95,17 @@ class ConfigReader(Mapping[str, Any]):
             raise self._bad(name, "a number in [0, 1)")
         return float(value)
 
+    def number_or_none(self, name: str) -> float | None:
+        """A number above zero, or ``None`` where the file has ``null`` or nothing."""
+        return None if self.get(name) is None else self.number(name)
+
+    def nested(self, name: str, defaults: Mapping[str, Any] | None = None) -> "ConfigReader":
+        """The fields of an object in this one; ``null`` or absence leaves all of them to ``defaults``."""
+        given = self.get(name) or {}
+        if not isinstance(given, Mapping):
+            raise self._bad(name, "an object")
+        return ConfigReader(given, defaults)
+
     def flag(self, name: str) -> bool:
         """``true`` or ``false``; ``null`` is false."""
         value = self.get(name)

@@ -191,6 +191,8 @@ def cuts(slot: Slot, split: Split | Once | None, rank: int, size: int) -> list[C
         return [Cut(slot)]
     if isinstance(split, Once):
         return [Cut(slot)] if rank == 0 else []
+    if slot.flat_experts:
+        return _of_flat_experts(slot, split, rank, size)
     held = split.held(rank, size)
     axis = split.axis - (slot.expert is not None)  # of the tensor, in our orientation
     if axis < 0:  # a tensor of one head: which of them are here?
@@ -214,6 +216,18 @@ def cuts(slot: Slot, split: Split | Once | None, rank: int, size: int) -> list[C
         Cut(dataclasses.replace(_resized(slot, there, count), start=to, order=None), (there, begin, begin + count))
         for begin, to, count in _joined(runs)
     ]
+
+
+def _of_flat_experts(slot: Slot, split: Split, rank: int, size: int) -> list[Cut]:
+    """Each expert is a tensor of its own, which begins at a row of this one."""
+    rows, found = slot.shape[0] // slot.flat_experts, []
+    for expert in range(slot.flat_experts):
+        first = expert * rows
+        for cut in cuts(slot.of_expert(expert), split, rank, size):
+            axis, begin, end = cut.part or (0, 0, rows)
+            assert axis == 0  # an expert's rows are the columns between its two products
+            found.append(Cut(cut.slot, (0, first + begin, first + end)))
+    return found
 
 
 def _of_one(slot: Slot, expert: int) -> Slot:

@@ -24,6 +24,8 @@ class Slot:
         start: first of those rows.
         transposed: the checkpoint has the last two dimensions the other way round (GPT-2's ``Conv1D``).
         is_row: the checkpoint has one dimension more, the first, of 1.
+        flat_experts: the checkpoint has so many experts one below the other, in one dimension less (DBRX); 0 for no
+            such tensor.
         minus: the checkpoint has the values minus this (Nemotron's norms: minus 1). Added in the parameter's dtype.
         order: the rows are cut into ``len(order)`` equal blocks, and block ``i`` goes to place ``order[i]`` of the
             parameter, counted in blocks from ``start``; ``None`` leaves them in place. (GPT-NeoX keeps query, key and
@@ -37,6 +39,7 @@ class Slot:
     start: int = 0
     transposed: bool = False
     is_row: bool = False
+    flat_experts: int = 0
     minus: float = 0.0
     order: tuple[int, ...] | None = None
 
@@ -44,6 +47,8 @@ class Slot:
     def own_shape(self) -> tuple[int, ...]:
         """The shape in the decoder's orientation."""
         shape = (self.shape[1:] if self.is_row else self.shape) or (1,)
+        if self.flat_experts:
+            shape = (self.flat_experts, shape[0] // self.flat_experts, *shape[1:])
         return (*shape[:-2], shape[-1], shape[-2]) if self.transposed else shape
 
     def place(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -59,7 +64,8 @@ class Slot:
 
     def of_expert(self, index: int) -> "Slot":
         """The place of one expert of a tensor that holds all of them (``axis`` 1)."""
-        return dataclasses.replace(self, shape=self.shape[1:], expert=index, axis=self.axis - 1)
+        shape = (self.shape[0] // self.flat_experts, *self.shape[1:]) if self.flat_experts else self.shape[1:]
+        return dataclasses.replace(self, shape=shape, expert=index, axis=self.axis - 1, flat_experts=0)
 
     def without_row(self) -> "Slot":
         """The same place in the parameter, for a tensor without the first dimension of 1."""
@@ -68,6 +74,7 @@ class Slot:
     def write(self, parameter: torch.Tensor, tensor: torch.Tensor) -> None:
         """Copy a checkpoint tensor to its place, converting dtype and device, ``PIECE`` elements at a time."""
         source = tensor.squeeze(0) if self.is_row else tensor
+        source = source.unflatten(0, (self.flat_experts, -1)) if self.flat_experts else source
         target, source = self.place(parameter), source.mT if self.transposed else source
         across = 0 if self.order is None or self.axis > 0 else 1  # not the dimension that is reordered
         if across == source.dim():
@@ -89,7 +96,8 @@ class Slot:
         target.unflatten(self.axis, (len(self.order), -1)).index_copy_(self.axis, index, source)
 
     def read(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The tensor as the checkpoint has it: a view, or a copy if there is an ``order`` or a ``minus``."""
+        """The tensor as the checkpoint has it: a view, or a copy if there is an ``order``, a ``minus`` or
+        ``flat_experts``."""
         part = self.place(parameter)
         if self.order is not None:
             index = torch.tensor(self.order, device=part.device)
@@ -97,6 +105,7 @@ class Slot:
             part = blocks.index_select(self.axis, index).flatten(self.axis, self.axis + 1)
         part = part.mT if self.transposed else part
         part = part - self.minus if self.minus else part
+        part = part.flatten(0, 1) if self.flat_experts else part
         return part.unsqueeze(0) if self.is_row else part.view(self.shape) if not self.shape else part
 
 

@@ -38,6 +38,8 @@ class WeightNames:
         shared_up, shared_down: names of projections within the shared MLP; ``shared_up`` as ``up``.
         stacked_transposed: whether the stacked tensors are transposed, and the only ones (GPT-OSS, Llama 4).
         stacked_interleaved: whether gate and up alternate in those (GPT-OSS).
+        flat_up, flat_down: names of tensors with all experts one below the other, gate, up and the transposed
+            projection back; with them, there are no others (DBRX).
         head: dense layers in the place of the output projection, and their norms.
     """
 
@@ -78,6 +80,8 @@ class WeightNames:
     stacked_down: str = "mlp.experts.down_proj"
     stacked_transposed: bool = False
     stacked_interleaved: bool = False
+    flat_up: tuple[str, ...] = ()
+    flat_down: str = ""
     shared: str = "mlp.shared_experts"
     shared_up: tuple[str, ...] = ("gate_proj", "up_proj")
     shared_down: str = "down_proj"
@@ -260,7 +264,9 @@ def _moe(hidden: int, spec: MoESpec, names: WeightNames, theirs: str, ours: str)
         row = names.correction_bias_is_row
         shape = (1, spec.num_experts) if row else (spec.num_experts,)
         yield theirs + names.correction_bias, Slot(parameter=f"{ours}.correction_bias", shape=shape, is_row=row)
-    if names.stacked_transposed:
+    if names.flat_up:
+        yield from _flat_experts(hidden, spec, names, theirs, ours)
+    elif names.stacked_transposed:
         yield from _transposed_experts(hidden, spec, names, theirs, ours)
     else:
         yield from _experts(hidden, spec, names, theirs, ours)
@@ -284,6 +290,16 @@ def _experts(hidden: int, spec: MoESpec, names: WeightNames, theirs: str, ours: 
     up = Slot(parameter=f"{ours}.gate_up", shape=(count, 2 * inner, hidden), axis=1)
     yield theirs + names.stacked_up, up
     yield theirs + names.stacked_down, Slot(parameter=f"{ours}.down", shape=(count, hidden, inner), axis=1)
+
+
+def _flat_experts(hidden: int, spec: MoESpec, names: WeightNames, theirs: str, ours: str) -> Iterator[Entry]:
+    inner, count = spec.intermediate_size, spec.num_experts
+    shape = (count * inner, hidden)
+    for i, name in enumerate(names.flat_up):
+        up = Slot(parameter=f"{ours}.gate_up", shape=shape, axis=1, start=i * inner, flat_experts=count)
+        yield theirs + name, up
+    down = Slot(parameter=f"{ours}.down", shape=shape, axis=1, transposed=True, flat_experts=count)
+    yield theirs + names.flat_down, down
 
 
 def _transposed_experts(hidden: int, spec: MoESpec, names: WeightNames, theirs: str, ours: str) -> Iterator[Entry]:

@@ -57,8 +57,8 @@ def hf_tensor_names(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 def hf_tensors(model: Decoder) -> dict[str, torch.Tensor]:
     """The model's weights under their checkpoint names, in the first spelling that the weight map has.
 
-    They are views of the parameters, except where a checkpoint orders the rows or counts the values differently: those
-    are copies. Use :func:`copy_tensors` to write. One rank of several does not have them.
+    They are views of the parameters, except where a checkpoint orders the rows, counts the values or joins the experts
+    differently: those are copies. Use :func:`copy_tensors` to write. One rank of several does not have them.
     """
     assert model.group.size == model.exchange.size == 1
     slots, parameters = weight_map(model.spec), dict(model.named_parameters())

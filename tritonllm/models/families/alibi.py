@@ -32,17 +32,14 @@ def _bloom(config: ConfigReader) -> dict[str, Any]:
 
 def _mpt(config: ConfigReader) -> dict[str, Any]:
     """The axes of MPT: nothing has a bias, and fields of attention are in an object of their own."""
-    given = config.get("attn_config") or {}
-    if not isinstance(given, Mapping):
-        raise ValueError(f"config.json: attn_config must be an object, got {given!r}")
+    options = config.nested("attn_config", {"alibi_bias_max": 8})
     _refuse_others("", config, _MPT_COMPUTES)
-    _refuse_others("attn_config: ", given, _MPT_ATTENTION_COMPUTES)
-    options = ConfigReader(given, {"alibi_bias_max": 8})
+    _refuse_others("attn_config: ", options, _MPT_ATTENTION_COMPUTES)
     attends = full_attention(
         config,
         alibi_slopes=alibi_slopes(config.size("num_attention_heads"), options.number("alibi_bias_max")),
-        scale=None if options.get("softmax_scale") is None else options.number("softmax_scale"),
-        clip_qkv=None if options.get("clip_qkv") is None else options.number("clip_qkv"),
+        scale=options.number_or_none("softmax_scale"),
+        clip_qkv=options.number_or_none("clip_qkv"),
     )
     inner = config.size("expansion_ratio") * config.size("hidden_size")
     block = MLPSpec(intermediate_size=inner, activation="gelu", gated=False)

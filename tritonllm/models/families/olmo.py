@@ -14,13 +14,13 @@ from tritonllm.models.weight_names import WeightNames
 
 
 def _olmo(config: ConfigReader) -> dict[str, Any]:
-    bias, clip = config.flag("attention_bias"), config.get("clip_qkv")
+    bias = config.flag("attention_bias")
     attends = attention(
         config,
         rope=config.rope(head_size(config)),
         qkv_bias=bias,
         o_bias=bias,
-        clip_qkv=None if clip is None else config.number("clip_qkv"),
+        clip_qkv=config.number_or_none("clip_qkv"),
     )
     norm = NormSpec(kind="layer", eps=1e-5, weight=False, bias=False)
     return {"norm": norm, "layers": same_layers(config, attends, mlp(config))}
