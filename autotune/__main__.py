@@ -13,9 +13,9 @@ from autotune import ops, table
 from autotune.ahead import CompiledAhead, write_list
 from autotune.search import Compilers, Result, Task, prepare, tune
 from autotune.worker import Failed, Worker
-from tritonllm.kernels.compile.aot import SHARED_MEMORY_LIMIT
 from tritonllm.kernels.compile.cache_folder import keep_binaries
 from tritonllm.kernels.runtime import tuning
+from tritonllm.kernels.runtime.chip import SHARED_MEMORY
 
 START_SECONDS = 120.0  # importing torch on a cold machine
 COMPILER_ENVIRON = {"TRITONLLM_CPU_BACKEND": "compile", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -34,7 +34,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     ahead = parser.add_mutually_exclusive_group()
     ahead.add_argument("--compile-only", type=Path, metavar="DIR", help="compile all candidates into DIR; needs no GPU")
     ahead.add_argument("--compiled", type=Path, metavar="DIR", help="do not compile again what --compile-only did")
-    targets = [f"sm_{arch}" for arch in SHARED_MEMORY_LIMIT]
+    targets = [f"sm_{arch}" for arch in sorted(SHARED_MEMORY)]
     parser.add_argument("--target", choices=targets, default="sm_90", help="for --compile-only (default: %(default)s)")
     jobs = max(1, (os.cpu_count() or 1) - 2)
     parser.add_argument("--jobs", type=int, default=jobs, help="processes that compile (default: %(default)s)")
@@ -85,7 +85,7 @@ def compile_ops(names: list[str], folder: Path, arch: int, jobs: int) -> int:
     kernels = {"kernels": str(folder)}
     compilers = Compilers(jobs, lambda: Worker("autotune.measure:Compiler", COMPILER_ENVIRON, kernels))
     try:
-        tasks, errors = prepare([ops.load(name) for name in names], compilers, arch, SHARED_MEMORY_LIMIT[arch])
+        tasks, errors = prepare([ops.load(name) for name in names], compilers, arch, SHARED_MEMORY[arch])
         for what in errors:
             print(f"FAILED: {what}", flush=True)
         for task, failures in write_list(folder, tasks, arch):

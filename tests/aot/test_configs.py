@@ -11,8 +11,9 @@ from autotune.problem import make_sets
 from autotune.search import Compilers, candidates, prepare
 from autotune.table import LAUNCH_OPTIONS, kernel_sources
 from autotune.worker import Failed, Worker
-from tritonllm.kernels.compile.aot import SHARED_MEMORY_LIMIT, pretend, target_of
+from tritonllm.kernels.compile.aot import pretend, target_of
 from tritonllm.kernels.runtime import tuning
+from tritonllm.kernels.runtime.chip import SHARED_MEMORY
 
 OPS = ops.names()
 
@@ -25,7 +26,7 @@ def compiler():
 def why_not(compiler, op, problem, key, config, arch=90):
     """None if the problem compiles with this configuration, fits the chip and spills nothing; else the reason."""
     try:
-        compiler.compile(op, problem, key, config, arch, SHARED_MEMORY_LIMIT[arch])
+        compiler.compile(op, problem, key, config, arch, SHARED_MEMORY[arch])
     except Failed as reason:
         return f"{op} {key} {config}: {reason}"
     return None
@@ -146,7 +147,7 @@ def test_candidates_compile_in_processes_of_their_own():
     tunable = ops.load("copy_blocks")
     compilers = Compilers(1, lambda: Worker("autotune.measure:Compiler", COMPILER_ENVIRON))
     try:
-        tasks, errors = prepare([tunable], compilers, arch=90, shared_limit=SHARED_MEMORY_LIMIT[90])
+        tasks, errors = prepare([tunable], compilers, arch=90, shared_limit=SHARED_MEMORY[90])
         assert not errors
         assert [task.key for task in tasks] == [{"elements": 8192}, {"elements": 16384}]
         outcomes = [(config, compiled.exception()) for task in tasks for config, compiled in task.compiled]

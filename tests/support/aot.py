@@ -8,20 +8,25 @@ import pytest
 
 from support.examples import is_quick
 from tritonllm.kernels.compile import aot
-from tritonllm.kernels.compile.aot import SHARED_MEMORY_LIMIT, Arch, CompiledKernel
+from tritonllm.kernels.compile.aot import Arch, CompiledKernel
 from tritonllm.kernels.runtime import releases
+from tritonllm.kernels.runtime.chip import SHARED_MEMORY
 
-ARCHS = (80, 90, 100, "gfx942")
+ARCHS = (80, 89, 90, 100, 120, "gfx942")
 # All launches of a test are compiled for Hopper, which the tables are tuned on. Elsewhere the same source becomes other
 # machine code in one step of the compiler: each kernel's first launch and every third one; for AMD's GPUs, of which
 # only is asked that kernels compile, the first. All of them for all took 20 minutes of one core. With a newer Triton
 # than the tables are for, too, only that is asked.
 FIRST = 1000
-EVERY = {90: 1, 80: 3, 100: 3, "gfx942": FIRST} if releases.TRITON == (3, 6) else dict.fromkeys(ARCHS, FIRST)
+EVERY = (
+    {90: 1, 80: 3, 89: 3, 100: 3, 120: 3, "gfx942": FIRST} if releases.TRITON == (3, 6) else dict.fromkeys(ARCHS, FIRST)
+)
 # Kernels that spill registers from a release of Triton on. From 3.7 on the loop over keys of balanced_kernel is not
 # pipelined: 22 KB of shared memory instead of 72 (64 sequences, 128 wide), and up to 1012 bytes spilled on sm_90.
 # segments_kernel has two accumulators where a prompt may be longer than a segment, of which one waits while the loops
 # over keys run; test_invariant.py asks of those for decodes that they spill nothing.
+# Nobody has tuned or measured anything on these: a kernel must fit their shared memory, and may spill a few registers.
+SPILLED_UNMEASURED = {89: 128, 120: 128}
 SPILLS_FROM = {"balanced_kernel": (3, 7), "_segments_kernel": (3, 6)}
 
 
@@ -61,13 +66,14 @@ def assert_resources(kernels: list[CompiledKernel], most_spilled: int = 0) -> No
         if isinstance(kernel.arch, str):
             continue
         what = f"{kernel.name} for sm_{kernel.arch} ({kernel.num_warps} warps, {kernel.num_stages} stages)"
-        limit = SHARED_MEMORY_LIMIT[kernel.arch]
+        limit = SHARED_MEMORY[kernel.arch]
         assert kernel.shared_bytes <= limit, f"{what}: {kernel.shared_bytes} bytes of shared memory > {limit}"
         spills_from = SPILLS_FROM.get(kernel.name)
         if spills_from is not None and spills_from <= releases.TRITON:
             continue
         registers, spilled = kernel.resource_usage()
-        assert spilled <= most_spilled, f"{what}: {spilled} bytes of registers spilled ({registers} registers)"
+        most = max(most_spilled, SPILLED_UNMEASURED.get(kernel.arch, 0))
+        assert spilled <= most, f"{what}: {spilled} bytes of registers spilled ({registers} registers)"
 
 
 def assert_sass(kernels: list[CompiledKernel], instruction: str, name: str) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 from tritonllm.version import __version__
 
+NO_TABLES = "no tables: built-in defaults; nothing was measured on such a GPU"
+
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
     parser = commands.add_parser(
@@ -46,7 +48,7 @@ def gpu_rows() -> dict[str, str]:
         source = name_in_tables(gpu_at(index))
         whose = "" if source == gpu.name else f" of its nearest relative, {source}"
         tables = tables_of(source)
-        rows[f"tuning {index}"] = f"tables{whose} for {', '.join(tables)}" if tables else "no tables: built-in defaults"
+        rows[f"tuning {index}"] = f"tables{whose} for {', '.join(tables)}" if tables else NO_TABLES
     return rows
 
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.chips import chosen_for
 
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.gpus import Gpu, nearest, tuned_gpus
@@ -201,3 +202,14 @@ def test_the_shipped_tables_name_their_gpu():
     gpus = {gpu.name: gpu for gpu in tuned_gpus(tuning.TABLES)}
     assert gpus["NVIDIA H200"] == H200
     assert tuning.name_in_tables(H100) == "NVIDIA H200" and tuning.name_in_tables(B200) == "NVIDIA B200"
+
+
+@pytest.mark.parametrize(
+    ("arch", "stages"), [(80, 4), (86, 2), (89, 2), (90, 4), (100, 4), (120, 2), ("gfx942", 4), (None, 4)]
+)
+def test_two_tiles_are_in_flight_where_a_program_may_use_99_kb(tables, arch, stages):
+    """Configurations are for the 163 KB of an A100 or more."""
+    with chosen_for(arch):
+        assert get_config("op", GPU, lambda: {"num_stages": 4}) == {"num_stages": stages}
+        assert get_config("op", GPU, lambda: {"num_stages": 1}) == {"num_stages": 1}
+        assert get_config("op", GPU, lambda: {"BLOCK": 64}) == {"BLOCK": 64}

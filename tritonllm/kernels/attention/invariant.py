@@ -27,7 +27,7 @@ from tritonllm.kernels.runtime.registry import register_op, with_reference
 _ANY = 1 << 20  # new tokens of a sequence, where nobody says how many
 
 
-def invariant_config(many_decodes: bool, head_size: int, dtype: str) -> tuning.Config:
+def invariant_config(many_decodes: bool, head_size: int, dtype: str, *, small: bool = False) -> tuning.Config:
     """Tiles of one order of sums for each model, whatever the step.
 
     How a tile is dealt out to threads decides that order. Where each warp has 16 whole rows, be they all that the
@@ -35,10 +35,13 @@ def invariant_config(many_decodes: bool, head_size: int, dtype: str) -> tuning.C
     of eight (not 16 x 32 of two warps, which share rows). So ``many_decodes`` have small programs, of which a processor
     holds many; few are faster with four warps, and so are long sequences. For head size 128 the best of 22 that spill
     nothing (docs/notebook/decode-attention.md, "One order of sums").
+
+    Args:
+        small: a processor has 99 KB of shared memory (sm_89, sm_120), which tiles of wide heads must fit.
     """
     if dtype == "float32":  # exact products run on the ordinary units, with operands in registers
         return {"BLOCK_M": 32, "BLOCK_N": 16, "num_warps": 8, "num_stages": 2}
-    if head_size > 256:
+    if head_size > 256 or (small and head_size > 128):
         return {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2}
     if head_size > 128:
         return {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2}
@@ -91,7 +94,8 @@ def _batch_invariant_attention(queries: Queries, pages: Pages, hints: Hints, arg
         decodes = queries.max_seqlen_q == 1 and q.shape[1] <= 16 * kv_heads and most_keys <= segments.SEGMENT_KEYS
         many = len(pages.seq_lens) * kv_heads >= 2 * chip.processors(q.device)
         # from no table: another configuration is another order of sums
-        config = invariant_config(decodes and many, q.shape[2], dtype_name(q))
+        small = chip.has_small_memory(q.device)
+        config = invariant_config(decodes and many, q.shape[2], dtype_name(q), small=small)
         segments.launch(queries, pages, hints, args, config)
 
 

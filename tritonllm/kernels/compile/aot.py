@@ -25,9 +25,6 @@ from triton.runtime.jit import JITFunction
 
 from tritonllm import env
 
-# Shared memory that one block may use, bytes (CUDA C++ Programming Guide, "Technical Specifications").
-SHARED_MEMORY_LIMIT = {80: 166912, 90: 232448, 100: 232448}
-
 Arch = int | str  # 90 for sm_90; "gfx942" for AMD's MI300
 
 

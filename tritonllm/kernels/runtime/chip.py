@@ -8,6 +8,11 @@ from triton.runtime import driver
 
 from tritonllm import env
 
+# Shared memory that one program may use, bytes (CUDA C++ Programming Guide, "Technical Specifications"): by compute
+# capability; the least for those that are not listed.
+LEAST_SHARED_MEMORY = 101376
+SHARED_MEMORY = dict.fromkeys((86, 89, 120), LEAST_SHARED_MEMORY) | {80: 166912, 90: 232448, 100: 232448}
+
 
 class Chip(NamedTuple):
     """What launch configurations depend on of a GPU.
@@ -57,3 +62,16 @@ def on_amd(device: torch.device) -> bool:
     """A GPU of AMD, which knows no register limit and no dependent launch."""
     chip = chip_of(device)
     return chip is not None and chip.backend == "hip"
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may use on an NVIDIA GPU; an H200's where there is no GPU."""
+    chip = chip_of(device)
+    if chip is None or not isinstance(chip.arch, int):
+        return SHARED_MEMORY[90]
+    return SHARED_MEMORY.get(chip.arch, LEAST_SHARED_MEMORY)
+
+
+def has_small_memory(device: torch.device) -> bool:
+    """Whether a program may use 99 KB of shared memory (sm_86, sm_89, sm_120) and not 163 or more."""
+    return shared_memory(device) == LEAST_SHARED_MEMORY

@@ -238,6 +238,9 @@ def _config_with_seams(device: torch.device, op: str, default: Callable[..., Con
     return config
 
 
+SMALL_STAGES = 2  # tiles in flight that fit 99 KB of shared memory, of any configuration for a large chip
+
+
 def get_config(op: str, device: torch.device, default: Callable[..., Config], **key: int | str) -> Config:
     """The launch configuration of ``op`` for a problem described by ``key``.
 
@@ -253,4 +256,6 @@ def get_config(op: str, device: torch.device, default: Callable[..., Config], **
         config = _lookup(_slug_of(device), op, default, tuple(key.items()))
     if "maxnreg" in config and chip.on_amd(device):
         return {name: value for name, value in config.items() if name != "maxnreg"}
+    if config.get("num_stages", 0) > SMALL_STAGES and chip.has_small_memory(device):
+        return config | {"num_stages": SMALL_STAGES}
     return config

@@ -192,7 +192,9 @@ def split_config(head_size: int, group: int, programs: int, dtype: str) -> tunin
     # Two programs on each of an H200's 132 processors; more when lengths are likely to differ from each other.
     target = 264 if programs <= 132 else 1056
     if dtype == "float32":  # exact products run on the ordinary units, with operands in registers
-        config = {"BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2}
+        # keys and values of two stages take 64 KB: a processor of sm_89 and sm_120 has 99
+        tile = {"BLOCK_N": 32 if head_size <= 128 else 16, "num_stages": 2 if head_size <= 256 else 1}
+        config = {"BLOCK_M": 16, "num_warps": 8} | tile
         return {"kernel": "split", "SPLIT_TO": target} | config
     most, block_n = (64, 64) if head_size <= 128 else (32, 32) if head_size <= 256 else (16, 32)
     config = {"BLOCK_M": min(rows, most), "BLOCK_N": block_n, "num_warps": 4, "num_stages": 3}
