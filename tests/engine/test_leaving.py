@@ -14,7 +14,7 @@ from tritonllm.config.parallel import ParallelConfig
 from tritonllm.dist import group as group_module
 from tritonllm.dist.group import ConnectedGroup, is_leaving
 from tritonllm.dist.pipeline import Team
-from tritonllm.engine.ranks import backends, executor
+from tritonllm.engine.ranks import backends, executor, shared_experts
 from tritonllm.engine.ranks.launched import Leaving, Wire
 from tritonllm.engine.step.runner import ModelRunner
 
@@ -70,6 +70,12 @@ def test_rank_0_of_spawned_ranks_lets_go_of_its_graphs_before_it_leaves(backend)
     runner, team = runner_with(Graphs(backend)), Team(ConnectedGroup(backend, torch.device("cuda")))
     watch, mailbox = SimpleNamespace(stop=lambda: None), SimpleNamespace(send=lambda message, patience: None)
     executor._end(watch, mailbox, {}, [team], [weakref.ref(runner)], os.getpid())
+    assert backend.aborted.is_set() and not is_leaving()
+
+
+def test_an_engine_that_shares_experts_lets_go_of_its_graphs_before_it_leaves(backend):
+    runner = runner_with(Graphs(backend))
+    shared_experts._leave(ConnectedGroup(backend, torch.device("cuda")), [weakref.ref(runner)])
     assert backend.aborted.is_set() and not is_leaving()
 
 

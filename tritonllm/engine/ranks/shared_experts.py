@@ -6,6 +6,8 @@ together (:mod:`tritonllm.dist.lockstep`).
 """
 
 import multiprocessing.util
+import weakref
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,11 +15,11 @@ import torch.distributed as dist
 from tritonllm.config.engine import EngineConfig
 from tritonllm.dist.connect import connect
 from tritonllm.dist.exchange import Exchange
-from tritonllm.dist.group import ConnectedGroup
+from tritonllm.dist.group import ConnectedGroup, Group
 from tritonllm.dist.lockstep import SPIN, ExpertPlace, Lockstep
 from tritonllm.dist.pipeline import Team
 from tritonllm.engine.ranks.worker import START_PATIENCE
-from tritonllm.engine.start.ranks import Executor, Ranks
+from tritonllm.engine.start.ranks import Executor, Ranks, release_graphs
 from tritonllm.engine.step.runner import ModelRunner
 
 AT_THE_END = 100  # exit priority
@@ -33,6 +35,7 @@ class SharedExpertRanks(Ranks):
 
     def __init__(self, config: EngineConfig, place: ExpertPlace) -> None:
         self._config, self._place, self._met = config, place, Team()
+        self._leading: list[weakref.ref[ModelRunner]] = []  # once all are ready
         self.device_index = place.rank
 
     def join(self, device: torch.device) -> Team:
@@ -46,7 +49,7 @@ class SharedExpertRanks(Ranks):
             assert isinstance(group, ConnectedGroup)  # of several ranks
             exchange = SymmetricExchange(group, device)
         # at the end of any process, however it was begun: nobody waits on a device then
-        multiprocessing.util.Finalize(None, group.shut, exitpriority=AT_THE_END)
+        multiprocessing.util.Finalize(None, _leave, args=(group, self._leading), exitpriority=AT_THE_END)
         spin = SPIN if device.type == "cuda" else 0.0  # without a GPU others need the cores
         lockstep = Lockstep(board, rank, self._config.step_timeout, spin)
         self._met = Team(exchange=exchange, lockstep=lockstep)
@@ -55,4 +58,10 @@ class SharedExpertRanks(Ranks):
     def lead(self, runner: ModelRunner) -> Executor:
         self._met.least(0)  # all are ready: the first step waits for nobody's start
         self._met.exchange.group.limit(self._config.step_timeout)
+        self._leading.append(weakref.ref(runner))
         return runner
+
+
+def _leave(group: Group, leading: Sequence[weakref.ref[ModelRunner]]) -> None:
+    release_graphs(leading)
+    group.shut()
