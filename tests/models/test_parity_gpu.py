@@ -16,7 +16,7 @@ import pytest
 import torch
 from support.compare import median_error, relative_error
 from support.expert_choice import can_be_forced, experts_of, forced_on_ours
-from support.mechanism_configs import MECHANISMS
+from support.mechanism_configs import MECHANISMS, MORE_MECHANISMS
 from support.real_configs import LLAMA_3_1_8B, QWEN3_0_6B
 from support.tiny_models import (
     PagedRunner,
@@ -39,6 +39,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": QWEN3_0_6B,
     "llama-3.1-8b-of-4-layers": {**LLAMA_3_1_8B, "num_hidden_layers": 4},
     **MECHANISMS,
+    **MORE_MECHANISMS,
     "tiny-qwen3": tiny_config("qwen3", max_position_embeddings=512, tie_word_embeddings=True),
     "tiny-qwen3-moe": tiny_config("qwen3_moe", max_position_embeddings=512),
     "tiny-ernie4.5-moe": tiny_config("ernie4_5_moe", max_position_embeddings=512),
