@@ -137,6 +137,20 @@ def test_default_without_a_table_an_entry_or_a_gpu(tables):
         assert get_config(op, device, default, **key) == {"BLOCK": 64, "key": key}
 
 
+def test_only_a_default_is_fitted_to_99_kb(tables, monkeypatch):
+    monkeypatch.setattr(tuning.chip, "has_small_memory", lambda device: True)
+
+    def deep(n):
+        return {"BLOCK": n, "num_stages": 4}
+
+    tables("op", [{"key": {"n": 8}, "config": {"BLOCK": 8, "num_stages": 3}}, {"key": {"n": 1024}}])
+    found = [get_config("op", GPU, deep, n=n)["num_stages"] for n in (8, 1024, 2**20)]
+    assert found == [3, 2, 2]  # tuned on such a chip; not beaten there; no entry is near
+    assert get_config("other", GPU, lambda n: {"num_stages": 1}, n=8) == {"num_stages": 1}
+    with override("op", deep):
+        assert get_config("op", GPU, deep, n=1024)["num_stages"] == 4, "what the tuner asks for"
+
+
 def test_override(tables):
     tables("op", [{"key": {"n": 1}, "config": {"BLOCK": 1}}])
     with override("op", {"BLOCK": 2}) as outer:

@@ -224,21 +224,40 @@ def override(op: str, config: Config | Callable[..., Config]) -> Iterator[list[d
         yield choice.asked
 
 
+SMALL_STAGES = 2  # tiles in flight that fit 99 KB of shared memory, of any default for a large chip
+
+
+@functools.cache
+def _for_small_memory(default: Callable[..., Config]) -> Callable[..., Config]:
+    """``default`` with at most ``SMALL_STAGES`` tiles in flight."""
+
+    def small(**key: int | str) -> Config:
+        config = default(**key)
+        return config | {"num_stages": SMALL_STAGES} if config.get("num_stages", 0) > SMALL_STAGES else config
+
+    return small
+
+
+def _found(device: torch.device, op: str, default: Callable[..., Config], key: Key) -> Config:
+    """The configuration of the table, or the default for this device."""
+    slug, items = _slug_of(device), tuple(key.items())
+    config = _lookup(slug, op, default, items)
+    if config.get("num_stages", 0) > SMALL_STAGES and chip.has_small_memory(device):
+        config = _lookup(slug, op, _for_small_memory(default), items)
+    return config
+
+
 def _config_with_seams(device: torch.device, op: str, default: Callable[..., Config], key: dict[str, Any]) -> Config:
     """The configuration by the innermost override of the operation; else as without one, and those who watch learn of
     it."""
     for seam in reversed(_seams):
         if isinstance(seam, _Override) and seam.op == op:
             return seam.choose(key)
-    slug = _slug_of(device)
-    config = _lookup(slug, op, default, tuple(key.items()))
+    config = _found(device, op, default, key)
     for seam in _seams:
         if isinstance(seam, _ChoiceWatch):
-            seam.note(slug, op, default, key, config)
+            seam.note(_slug_of(device), op, default, key, config)
     return config
-
-
-SMALL_STAGES = 2  # tiles in flight that fit 99 KB of shared memory, of any configuration for a large chip
 
 
 def get_config(op: str, device: torch.device, default: Callable[..., Config], **key: int | str) -> Config:
@@ -247,15 +266,11 @@ def get_config(op: str, device: torch.device, default: Callable[..., Config], **
     Args:
         op: the table's name.
         device: where the launch goes; decides the table.
-        default: ``default(**key) -> Config`` for a GPU without a table (and for the interpreter).
+        default: ``default(**key) -> Config`` for a GPU without a table (and for the interpreter). Where a program has
+            99 KB of shared memory, the stages that it asks for are limited; those of a table and of the tuner are not.
         key: numbers and strings that decide the best configuration; only capacities, never values on the device.
     """
-    if _seams:
-        config = _config_with_seams(device, op, default, key)
-    else:
-        config = _lookup(_slug_of(device), op, default, tuple(key.items()))
+    config = _config_with_seams(device, op, default, key) if _seams else _found(device, op, default, key)
     if "maxnreg" in config and chip.on_amd(device):
         return {name: value for name, value in config.items() if name != "maxnreg"}
-    if config.get("num_stages", 0) > SMALL_STAGES and chip.has_small_memory(device):
-        return config | {"num_stages": SMALL_STAGES}
     return config
