@@ -147,7 +147,7 @@ def test_ranks_of_a_launcher_end_with_status_0_after_captured_collectives(tmp_pa
     """NCCL's: a group is not left while a graph with one of them is there, and Python's end cannot wait for that."""
     wait = ["--distributed-executor-backend", "external_launcher", "--disable-custom-all-reduce"]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "tritonllm", "generate"]
-    command += ["-tp", "2", *wait, "--temperature", "0", "--max-tokens", "8", "--prompt", "What is 20 + 22?"]
+    command += ["-tp", "2", *wait, "--temperature", "0", "--max-tokens", "16", "--prompt", "What is 20 + 22?"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "42" in done.stdout
