@@ -50,7 +50,7 @@ NOT_CAUGHT = {
 # its lines, which it has once; and what stands there instead.
 FAULTS = r"""
 decode-parts-not-rescaled: kernels tests/kernels/attention/test_decode.py::test_split_kernel_matches_reference
-tritonllm/kernels/attention/portable/split.py
+tritonllm/kernels/attention/portable/tile.py
 - b_l = b_l * b_alpha + tl.sum(b_weight, 0)
 + b_l = b_l + tl.sum(b_weight, 0)
 

@@ -31,6 +31,11 @@ class Pages(NamedTuple):
     block_tables: torch.Tensor
     seq_lens: torch.Tensor
 
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """As kernels take them: of keys and of values those of block, slot and head; of block tables that of a row."""
+        return *self.k_cache.stride()[:3], *self.v_cache.stride()[:3], self.block_tables.stride(0)
+
 
 class Options(NamedTuple):
     """What a layer asks of attention, as the public functions take it; see ``paged_decode_attention``."""

@@ -1,7 +1,6 @@
-"""What decode and prefill attention share: argument checks, the loop over keys, and the reference's softmax.
+"""What decode and prefill attention share: argument checks, the softmax of kernels, and that of the reference.
 
-The loop is the online softmax of Milakov and Gimelshein (2018) tiled as in FlashAttention (Dao et al., 2022), over a
-cache in blocks (Kwon et al., "PagedAttention", 2023). Logits are kept in base 2: exp2 is one instruction.
+Kernels keep logits in base 2: exp2 is one instruction.
 """
 
 import math
@@ -18,31 +17,6 @@ LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 # The running maximum of a row that has seen no key: finite, so that no difference of two maxima is NaN.
 LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
-
-
-@triton.jit
-def load_rows(p_rows, m_rows, m_cols, MASK_ROWS: tl.constexpr, MASK_COLS: tl.constexpr):
-    """Load a tile; only the masks that are needed reach the compiler, and what they hide reads as 0."""
-    if MASK_ROWS and MASK_COLS:
-        b_x = tl.load(p_rows, mask=m_rows[:, None] & m_cols[None, :], other=0.0)
-    elif MASK_ROWS:
-        b_x = tl.load(p_rows, mask=m_rows[:, None], other=0.0)
-    elif MASK_COLS:
-        b_x = tl.load(p_rows, mask=m_cols[None, :], other=0.0)
-    else:
-        b_x = tl.load(p_rows)
-    return b_x
-
-
-@triton.jit
-def load_block_ids(p_table, start, hi, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The blocks of keys [start, start + BLOCK_N): one number if they share a block, else one for each key."""
-    if BLOCK_SIZE % BLOCK_N == 0:
-        b_block = tl.load(p_table + start // BLOCK_SIZE, mask=start < hi, other=0)
-    else:
-        b_key = start + tl.arange(0, BLOCK_N)
-        b_block = tl.load(p_table + b_key // BLOCK_SIZE, mask=b_key < hi, other=0)
-    return b_block
 
 
 @triton.jit
@@ -69,103 +43,6 @@ def row_offsets(b_token, b_head, stride_token, stride_head):
 
 
 @triton.jit
-def attend(
-    b_acc,  # [M, D] float32: values weighted so far, relative to the running maximum
-    b_m,  # [M] running maximum of the logits, base 2
-    b_l,  # [M] running sum of 2^(logit - maximum)
-    b_q,  # [M, D]
-    b_begin,  # [M] each row sees keys from b_begin (WINDOW only) up to b_end
-    b_end,
-    b_pos,  # [M] position of each row's query
-    b_slope,  # [M] ALiBi slope, base 2
-    p_k,  # the head's first key and value in block 0
-    p_v,
-    p_table,  # the sequence's block ids
-    lo,  # keys [lo, hi); lo is a multiple of BLOCK_N
-    hi,
-    first,  # no row sees a key before this one
-    scale,
-    softcap,
-    stride_k_block,
-    stride_k_slot,
-    stride_v_block,
-    stride_v_slot,
-    MASKED: tl.constexpr,  # False: every row sees all of [lo, hi), and hi is a multiple of BLOCK_N
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Attend to keys [lo, hi) and return the new (b_acc, b_m, b_l)."""
-    # In float32 queries are scaled before the products, which then are the logits base 2. Elsewhere they would lose
-    # precision, so the scale becomes part of the multiply-add before exp2. That does not round the product, of which
-    # the maximum is the rounded one: the largest weight is not 1 but 2^x, where x is up to half a unit in the last
-    # place of the logit. All weights have that factor, which is of no consequence up to logits of 2^28 (x = 8). From
-    # 2^29 on float16 cannot hold it, from 2^32 on float32.
-    SCALED: tl.constexpr = b_q.dtype == tl.float32 and not SOFTCAP and not ALIBI
-    if SCALED:
-        b_q *= scale * LOG2E
-    b_dim = tl.arange(0, BLOCK_D)
-    m_dim = b_dim < HEAD_SIZE
-    # A tile's block ids are loaded one tile ahead: were they loaded with it, the compiler's pipeline would hold them in
-    # shared memory and start the key loads a stage later.
-    b_next_block = load_block_ids(p_table, lo, hi, BLOCK_SIZE, BLOCK_N)
-    for start in tl.range(lo, hi, BLOCK_N):
-        b_block = b_next_block.to(tl.int64)
-        b_next_block = load_block_ids(p_table, start + BLOCK_N, hi, BLOCK_SIZE, BLOCK_N)
-        b_key = start + tl.arange(0, BLOCK_N)
-        m_key = (b_key >= first) & (b_key < hi)
-        b_slot = b_key % BLOCK_SIZE
-        p_key = p_k + (b_block * stride_k_block + b_slot.to(tl.int64) * stride_k_slot)[:, None] + b_dim[None, :]
-        p_value = p_v + (b_block * stride_v_block + b_slot.to(tl.int64) * stride_v_slot)[:, None] + b_dim[None, :]
-        # Hidden values must read as 0: their weight is 0, but a stale slot may hold NaN.
-        b_k = load_rows(p_key, m_key, m_dim, MASKED, BLOCK_D != HEAD_SIZE).to(b_q.dtype)
-        b_v = load_rows(p_value, m_key, m_dim, MASKED, BLOCK_D != HEAD_SIZE).to(b_q.dtype)
-
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")  # [M, N]
-        if SOFTCAP:
-            b_s = soft_cap(b_s * (scale * LOG2E), softcap * LOG2E)
-        elif ALIBI:
-            b_s = b_s * (scale * LOG2E)
-        if ALIBI:
-            b_s += b_slope[:, None] * (b_key[None, :] - b_pos[:, None]).to(tl.float32)
-        if MASKED:
-            m_s = b_key[None, :] < b_end[:, None]
-            if WINDOW:
-                m_s = m_s & (b_key[None, :] >= b_begin[:, None])
-            b_s = tl.where(m_s, b_s, float("-inf"))
-        if SOFTCAP or ALIBI or SCALED:
-            b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
-            b_p = tl.exp2(b_s - b_m_new[:, None])
-        else:  # the scale becomes part of the multiply-add before exp2
-            b_m_new = tl.maximum(b_m, tl.max(b_s, 1) * (scale * LOG2E))
-            b_p = tl.exp2(b_s * (scale * LOG2E) - b_m_new[:, None])
-        b_alpha = tl.exp2(b_m - b_m_new)
-        b_l = b_l * b_alpha + tl.sum(b_p, 1)
-        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_alpha[:, None], input_precision="ieee")
-        b_m = b_m_new
-    return b_acc, b_m, b_l
-
-
-@triton.jit
-def load_head_factors(
-    scale, v_factor, slope_ptr, k_scale_ptr, v_scale_ptr, kv_head, b_head, m_row, BLOCK_M: tl.constexpr
-):
-    """The factors of logits and values with the caches' per-head scales, and each row's ALiBi slope, base 2."""
-    if k_scale_ptr is not None:
-        scale *= tl.load(k_scale_ptr + kv_head)
-    if v_scale_ptr is not None:
-        v_factor *= tl.load(v_scale_ptr + kv_head)
-    b_slope = tl.zeros([BLOCK_M], tl.float32)
-    if slope_ptr is not None:
-        b_slope = tl.load(slope_ptr + b_head, mask=m_row, other=0.0).to(tl.float32) * LOG2E
-    return scale, v_factor, b_slope
-
-
-@triton.jit
 def start_softmax(sink_ptr, b_head, m_row, BLOCK_M: tl.constexpr):
     """The (maximum, sum) of rows that have seen no key: only the head's sink, if ``sink_ptr`` is not None."""
     if sink_ptr is not None:
@@ -179,10 +56,16 @@ def start_softmax(sink_ptr, b_head, m_row, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def softmax_divisor(b_m, b_l):
+    """What to divide by, and the logarithm of the denominator, base 2: (1, -inf) where nothing was seen."""
+    b_divisor = tl.where(b_l == 0.0, 1.0, b_l)
+    return b_divisor, tl.where(b_l == 0.0, float("-inf"), b_m + tl.log2(b_divisor))
+
+
+@triton.jit
 def finish_softmax(b_acc, b_m, b_l):
     """The normalized output and the logarithm of the denominator, base 2; (0, -inf) for a row that saw nothing."""
-    b_divisor = tl.where(b_l == 0.0, 1.0, b_l)
-    b_lse = tl.where(b_l == 0.0, float("-inf"), b_m + tl.log2(b_divisor))
+    b_divisor, b_lse = softmax_divisor(b_m, b_l)
     return b_acc / b_divisor[:, None], b_lse
 
 

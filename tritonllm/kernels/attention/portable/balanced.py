@@ -18,153 +18,10 @@ import triton
 import triton.language as tl
 
 from tritonllm.kernels.attention.arguments import AttentionArgs, Hints, Pages, Queries
-from tritonllm.kernels.attention.common import (
-    LN2,
-    LOG2E,
-    finish_softmax,
-    load_head_factors,
-    load_rows,
-    row_offsets,
-    soft_cap,
-    start_softmax,
-)
+from tritonllm.kernels.attention.common import finish_softmax, start_softmax
+from tritonllm.kernels.attention.portable.tile import attend, load_head_factors, load_queries, store_part, store_rows
 from tritonllm.kernels.attention.schedule import count_tiles, cut, describe_sequence, divide, find_sequence, merge_parts
 from tritonllm.kernels.runtime import tuning
-
-
-@triton.jit
-def _read_instead(start, first, last, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Keys [start, start + BLOCK_N), but a seen key in the place of each that no row sees: to load it needs no mask."""
-    b_key = tl.minimum(start + tl.arange(0, BLOCK_N), last)
-    if WINDOW:
-        b_key = tl.maximum(b_key, first)
-    return b_key
-
-
-@triton.jit
-def _block_ids(
-    p_table, start, first, last, m_tile, WINDOW: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """The blocks of the keys of a tile: one number if they share it, else one for each.
-
-    ``m_tile`` is False where there is nothing to read at all, None where there surely is.
-    """
-    if BLOCK_SIZE % BLOCK_N == 0:
-        b_block = tl.load(p_table + tl.minimum(start, last) // BLOCK_SIZE, mask=m_tile)
-    else:
-        b_key = _read_instead(start, first, last, WINDOW, BLOCK_N)
-        b_block = tl.load(p_table + b_key // BLOCK_SIZE, mask=m_tile)
-    return b_block
-
-
-@triton.jit
-def _load_tile(p_rows, BLOCK_D: tl.constexpr, HEAD_SIZE: tl.constexpr):
-    b_dim = tl.arange(0, BLOCK_D)
-    return load_rows(p_rows[:, None] + b_dim[None, :], None, b_dim < HEAD_SIZE, False, BLOCK_D != HEAD_SIZE)
-
-
-@triton.jit
-def _only(a, b):
-    return a
-
-
-@triton.jit
-def _convert_before_transposing(b_x, DTYPE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """A float8 tile in the dtype of the product that it is the right operand of.
-
-    The compiler would transpose it for the product as float8, byte by byte (64 loads of one byte from shared memory for
-    each thread and tile of 64 x 128, of 730 instructions), and convert then. It does not move a conversion across a
-    reduction, so here is one over an axis of size 1: with it the loop has 440 instructions.
-    """
-    return tl.reduce(tl.reshape(b_x.to(DTYPE), [BLOCK_N, BLOCK_D, 1]), 2, _only)
-
-
-@triton.jit
-def _attend(
-    b_q,  # [M, D]
-    b_m,  # [M] maximum of the logits so far, base 2
-    b_begin,  # [M] each row sees keys from b_begin (WINDOW only) up to b_end
-    b_end,
-    b_pos,  # [M] position of each row's query
-    b_tree,  # [M] which of the sequence's new tokens each row sees, as bits (TREE only)
-    b_scale,  # [M] factor of the logits
-    b_slope,  # [M] ALiBi slope, base 2
-    p_k,  # the head's first key and value in block 0
-    p_v,
-    p_table,  # the sequence's block ids
-    lo,  # keys [lo, hi); lo is a multiple of BLOCK_N
-    hi,
-    first,  # no row sees a key before this one
-    cached,  # keys before the sequence's new tokens
-    softcap,
-    stride_k_block,
-    stride_k_slot,
-    stride_v_block,
-    stride_v_slot,
-    ROWS_DIFFER: tl.constexpr,  # False: every row sees the keys from first up to hi
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr,
-    TREE: tl.constexpr,
-    SAME_STRIDES: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Attend to keys [lo, hi): the values weighted, the maximum and the sum of weights, as in the online softmax."""
-    b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    # To add up a row is work for several warps together if the tile is low: then each column keeps a sum until the end.
-    SUMS: tl.constexpr = BLOCK_N if BLOCK_M == 16 and b_q.dtype != tl.float32 else 1
-    b_l = tl.zeros([BLOCK_M, SUMS], tl.float32)
-    SCALED: tl.constexpr = b_q.dtype == tl.float32 and not SOFTCAP and not ALIBI  # see common.attend
-    if SCALED:
-        b_q *= (b_scale * LOG2E)[:, None]
-    last = hi - 1
-    # A tile's block ids are loaded one tile ahead: were they loaded with it, the compiler's pipeline would hold them in
-    # shared memory and start the key loads a stage later.
-    b_next_block = _block_ids(p_table, lo, first, last, lo < hi, WINDOW, BLOCK_SIZE, BLOCK_N)
-    for start in tl.range(lo, hi, BLOCK_N):
-        b_block = b_next_block.to(tl.int64)
-        b_next_block = _block_ids(p_table, start + BLOCK_N, first, last, None, WINDOW, BLOCK_SIZE, BLOCK_N)
-        b_slot = _read_instead(start, first, last, WINDOW, BLOCK_N) % BLOCK_SIZE
-        b_at = b_block * stride_k_block + b_slot.to(tl.int64) * stride_k_slot
-        b_k = _load_tile(p_k + b_at, BLOCK_D, HEAD_SIZE).to(b_q.dtype)
-        if not SAME_STRIDES:
-            b_at = b_block * stride_v_block + b_slot.to(tl.int64) * stride_v_slot
-        b_v = _load_tile(p_v + b_at, BLOCK_D, HEAD_SIZE)
-        if b_v.dtype == tl.float8e4nv:
-            b_v = _convert_before_transposing(b_v, b_q.dtype, BLOCK_N, BLOCK_D)
-        b_key = start + tl.arange(0, BLOCK_N)
-
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")  # [M, N]
-        if SOFTCAP:
-            b_s = soft_cap(b_s * (b_scale * LOG2E)[:, None], softcap * LOG2E)
-        elif ALIBI:
-            b_s = b_s * (b_scale * LOG2E)[:, None]
-        if ALIBI:
-            b_s += b_slope[:, None] * (b_key[None, :] - b_pos[:, None]).to(tl.float32)
-        m_s = (b_key < hi)[None, :]
-        if ROWS_DIFFER:
-            m_s = b_key[None, :] < b_end[:, None]
-            if TREE:
-                b_new = tl.maximum(b_key - cached, 0)
-                m_s = m_s & ((b_key < cached)[None, :] | ((b_tree[:, None] >> tl.minimum(b_new, 31)[None, :]) & 1 != 0))
-        if WINDOW:
-            m_s = m_s & (b_key[None, :] >= b_begin[:, None])
-        b_s = tl.where(m_s, b_s, float("-inf"))
-        if SOFTCAP or ALIBI or SCALED:
-            b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
-            b_p = tl.exp2(b_s - b_m_new[:, None])
-        else:  # the scale becomes part of the multiply-add before exp2
-            b_m_new = tl.maximum(b_m, tl.max(b_s, 1) * (b_scale * LOG2E))
-            b_p = tl.exp2(b_s * (b_scale * LOG2E)[:, None] - b_m_new[:, None])
-        b_alpha = tl.exp2(b_m - b_m_new)[:, None]
-        b_l = b_l * b_alpha + (b_p if SUMS > 1 else tl.sum(b_p, 1, keep_dims=True))
-        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_alpha, input_precision="ieee")
-        b_m = b_m_new
-    return b_acc, b_m, tl.sum(b_l, 1)
 
 
 @triton.jit
@@ -182,30 +39,6 @@ def _rows(head, row_tiles, seq, cu_ptr, GROUP: tl.constexpr, BLOCK_M: tl.constex
         token = tl.load(cu_ptr + seq, volatile=True)
         q_len = tl.load(cu_ptr + seq + 1, volatile=True) - token
     return token.to(tl.int64) + b_new, head // row_tiles * GROUP + b_pair % GROUP, b_new, b_new < q_len
-
-
-@triton.jit
-def _store(
-    out_ptr,
-    lse_ptr,
-    b_out,
-    b_lse,
-    out_scale,
-    b_token,
-    b_head,
-    m_row,
-    heads,
-    stride_token,
-    stride_head,
-    HEAD_SIZE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    b_dim = tl.arange(0, BLOCK_D)
-    p_out = out_ptr + row_offsets(b_token, b_head, stride_token, stride_head)[:, None] + b_dim[None, :]
-    m_out = m_row[:, None] & (b_dim < HEAD_SIZE)[None, :]
-    tl.store(p_out, (b_out * out_scale).to(out_ptr.dtype.element_ty), mask=m_out)
-    if lse_ptr is not None:
-        tl.store(lse_ptr + b_token * heads + b_head, b_lse * LN2, mask=m_row)
 
 
 # Arguments whose values and alignment change from step to step: one compilation serves them all.
@@ -280,9 +113,7 @@ def balanced_kernel(
         if part_lo < part_hi:
             kv_head = head // row_tiles
             b_token, b_head, b_new, m_row = _rows(head, row_tiles, seq, cu_ptr, GROUP, BLOCK_M, BLOCK_M)
-            m_out = m_row[:, None] & (b_dim < HEAD_SIZE)[None, :]
-            p_q = q_ptr + row_offsets(b_token, b_head, stride_q_token, stride_q_head)[:, None] + b_dim[None, :]
-            b_q = tl.load(p_q, mask=m_out, other=0.0)
+            b_q = load_queries(q_ptr, b_token, b_head, m_row, stride_q_token, stride_q_head, HEAD_SIZE, BLOCK_D)
             logit_scale, out_scale, b_slope = load_head_factors(
                 *(scale, v_factor, slope_ptr, k_scale_ptr, v_scale_ptr, kv_head, b_head, m_row), BLOCK_M=BLOCK_M
             )
@@ -305,39 +136,42 @@ def balanced_kernel(
             # A sink counts once, in the part with the first keys.
             b_m, b_sum = start_softmax(sink_ptr, b_head, m_row & (part_lo == 0), BLOCK_M)
             lo = first // BLOCK_N * BLOCK_N
-            b_acc, b_m_new, b_l = _attend(
-                *(b_q, b_m, b_pos + 1 - window, b_end, b_pos, b_tree, b_scale, b_slope),
+            # To add up a row is work for several warps together if the tile is low: then each column keeps a sum.
+            SUMS: tl.constexpr = [BLOCK_M, BLOCK_N] if BLOCK_M == 16 and b_q.dtype != tl.float32 else [BLOCK_M]
+            b_acc, b_m_new, b_l = attend(
+                *(tl.zeros([BLOCK_M, BLOCK_D], tl.float32), b_m, tl.zeros(SUMS, tl.float32), b_q),
+                *(b_pos + 1 - window, b_end, b_pos, b_tree, b_slope, b_scale),
                 k_ptr + kv_head.to(tl.int64) * stride_k_head,
                 v_ptr + kv_head.to(tl.int64) * stride_v_head,
                 table_ptr + seq.to(tl.int64) * stride_table,
                 *(lo + part_lo * BLOCK_N, tl.minimum(lo + part_hi * BLOCK_N, seq_len), first, cached, softcap),
                 *(stride_k_block, stride_k_slot, stride_v_block, stride_v_slot),
-                ROWS_DIFFER=cu_ptr is not None,
+                HIDE="end" if cu_ptr is None else "rows" if tree_ptr is None else "tree",
+                INSTEAD=True,
+                SAME_STRIDES=SAME_STRIDES,
+                ROW_SCALE=True,
                 WINDOW=WINDOW,
                 SOFTCAP=SOFTCAP,
                 ALIBI=slope_ptr is not None,
-                TREE=tree_ptr is not None,
-                SAME_STRIDES=SAME_STRIDES,
                 BLOCK_SIZE=BLOCK_SIZE,
                 HEAD_SIZE=HEAD_SIZE,
-                BLOCK_M=BLOCK_M,
-                BLOCK_N=BLOCK_N,
                 BLOCK_D=BLOCK_D,
+                BLOCK_N=BLOCK_N,
             )
+            if len(SUMS) == 2:
+                b_l = tl.sum(b_l, 1)
             b_out, b_lse = finish_softmax(b_acc, b_m_new, b_l + b_sum * tl.exp2(b_m - b_m_new))
             heads = kv_heads * GROUP
             if part_hi - part_lo == tiles:
                 b_token, b_head, _, m_row = _rows(head, row_tiles, seq, cu_ptr, GROUP, BLOCK_M, BLOCK_M)
-                _store(
+                store_rows(
                     *(out_ptr, lse_ptr, b_out, b_lse, out_scale, b_token, b_head, m_row, heads),
                     *(stride_out_token, stride_out_head, HEAD_SIZE, BLOCK_D),
                 )
             else:
                 b_slot = (tl.program_id(0) * 2 + (part_lo == 0).to(tl.int32)) * BLOCK_M + tl.arange(0, BLOCK_M)
                 m_store = tl.arange(0, BLOCK_M) < ROWS
-                p_part = part_ptr + b_slot.to(tl.int64)[:, None] * HEAD_SIZE + b_dim[None, :]
-                tl.store(p_part, b_out, mask=m_store[:, None] & (b_dim < HEAD_SIZE)[None, :])
-                tl.store(part_lse_ptr + b_slot, b_lse, mask=m_store)
+                store_part(part_ptr, part_lse_ptr, b_out, b_lse, b_slot, m_store, HEAD_SIZE, BLOCK_D)
                 p_count = count_ptr + pair // share
                 tl.debug_barrier()  # every thread has stored its share of the part before one counts it
                 if tl.atomic_add(p_count, part_hi - part_lo) + part_hi - part_lo == tiles:
@@ -347,7 +181,7 @@ def balanced_kernel(
                         *(part_ptr, part_lse_ptr, pair, tiles, share, unit),
                         *(tl.arange(0, ROWS), m_some, b_dim, HEAD_SIZE, BLOCK_M),
                     )
-                    _store(
+                    store_rows(
                         *(out_ptr, lse_ptr, b_all, b_all_lse, out_scale, b_row_token, b_row_head, m_some, heads),
                         *(stride_out_token, stride_out_head, HEAD_SIZE, BLOCK_D),
                     )
@@ -374,13 +208,7 @@ def launch(queries: Queries, pages: Pages, hints: Hints, args: AttentionArgs, co
     programs = min(programs, len(workspace))
     part = torch.empty((2 * programs, config["BLOCK_M"], head_size), dtype=torch.float32, device=q.device)
     part_lse = torch.empty(part.shape[:2], dtype=torch.float32, device=q.device)
-    strides = (
-        *q.stride()[:2],
-        *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
-        block_tables.stride(0),
-        *args.out.stride()[:2],
-    )
+    strides = *q.stride()[:2], *pages.strides, *args.out.stride()[:2]
     balanced_kernel[(programs,)](
         *(q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, tree_mask, args.out, args.lse, args.sinks),
         *(args.alibi_slopes, args.k_scale, args.v_scale, part, part_lse, workspace),

@@ -21,9 +21,10 @@ import triton
 import triton.language as tl
 
 from tritonllm.kernels.attention.arguments import AttentionArgs, Hints, Pages, Queries
-from tritonllm.kernels.attention.common import LN2
-from tritonllm.kernels.attention.portable.few_parts import attend_to_newest, attend_to_part, merge_parts
+from tritonllm.kernels.attention.common import LN2, start_softmax
+from tritonllm.kernels.attention.portable.few_parts import attend_to_newest, attend_to_part
 from tritonllm.kernels.attention.portable.projection import Projection, projection_arguments
+from tritonllm.kernels.attention.portable.tile import merge_parts
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.checks import require
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
@@ -172,7 +173,8 @@ def few_kernel(
         tl.debug_barrier()  # every thread has stored its share of the part before one counts it
         if tl.atomic_add(count_ptr + pair, 1) == parts - 1:
             tl.store(count_ptr + pair, 0)
-            b_all, b_all_lse = merge_parts(p_part, p_part_lse, parts, MERGE, ROWS, HEAD_SIZE, BLOCK_D)
+            b_m, b_l = start_softmax(None, 0, False, ROWS)
+            b_all, b_all_lse = merge_parts(p_part, p_part_lse, parts, b_m, b_l, MERGE, HEAD_SIZE, BLOCK_D)
             b_some = row + tl.arange(0, ROWS)
             m_some = b_some < GROUP
             b_some += kv_head * GROUP

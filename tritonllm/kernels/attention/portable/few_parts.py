@@ -9,17 +9,16 @@ other some thirty times (reductions, operands that change places) takes longer t
 import triton
 import triton.language as tl
 
-from tritonllm.kernels.attention.common import (
-    LOG2E,
-    LOWEST,
+from tritonllm.kernels.attention.common import LOG2E, soft_cap, softmax_divisor, start_softmax
+from tritonllm.kernels.attention.kv_cache import inverse_scale
+from tritonllm.kernels.attention.portable.projection import load_norm, load_turns, prepare_new_heads
+from tritonllm.kernels.attention.portable.tile import (
     load_block_ids,
     load_head_factors,
     load_rows,
-    soft_cap,
-    start_softmax,
+    to_logits,
+    to_weights,
 )
-from tritonllm.kernels.attention.kv_cache import inverse_scale
-from tritonllm.kernels.attention.portable.projection import load_norm, load_turns, prepare_new_heads
 from tritonllm.kernels.runtime.dependent_launch import wait_for_previous
 
 
@@ -39,57 +38,12 @@ def _load_pages(p_k, p_v, b_block, b_key, m_key, b_dim, strides, BLOCK_SIZE: tl.
 def _weigh(b_acc, b_m, b_l, b_s, b_v, m_key, b_distance, b_slope, scale, softcap, SCALED: tl.constexpr,
            SOFTCAP: tl.constexpr, ALIBI: tl.constexpr):  # fmt: skip
     """Add the values ``[N, D]`` of a tile by the weights of its logits ``[N, C]``: the new (b_acc, b_m, b_l)."""
-    if SOFTCAP:
-        b_s = soft_cap(b_s * (scale * LOG2E), softcap * LOG2E)
-    elif ALIBI:
-        b_s = b_s * (scale * LOG2E)
-    if ALIBI:
-        b_s += b_slope[None, :] * b_distance.to(tl.float32)[:, None]
+    b_s = to_logits(b_s, scale, softcap, b_slope[None, :], b_distance[:, None], 0, SOFTCAP, ALIBI)
     b_s = tl.where(m_key[:, None], b_s, float("-inf"))
-    if SOFTCAP or ALIBI or SCALED:
-        b_m_new = tl.maximum(b_m, tl.max(b_s, 0))
-        b_p = tl.exp2(b_s - b_m_new[None, :])
-    else:  # the scale becomes part of the multiply-add before exp2
-        b_m_new = tl.maximum(b_m, tl.max(b_s, 0) * (scale * LOG2E))
-        b_p = tl.exp2(b_s * (scale * LOG2E) - b_m_new[None, :])
-    b_alpha = tl.exp2(b_m - b_m_new)
+    b_p, b_m, b_alpha = to_weights(b_s, b_m, scale, scale, 0, SOFTCAP or ALIBI or SCALED)
     b_l = b_l * b_alpha + tl.sum(b_p, 0)
     b_acc = tl.dot(tl.trans(b_v), b_p.to(b_v.dtype), b_acc * b_alpha[None, :], input_precision="ieee")
-    return b_acc, b_m_new, b_l
-
-
-@triton.jit
-def merge_parts(
-    p_part, p_part_lse, parts, AT_ONCE: tl.constexpr, ROWS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr
-):
-    """The parts of one sequence and head, in the order of their keys: ``(out [R, D], log of the denominator [R])``."""
-    b_row = tl.arange(0, ROWS)
-    b_dim = tl.arange(0, BLOCK_D)
-    b_m = tl.full([ROWS], LOWEST, tl.float32)
-    b_l = tl.zeros([ROWS], tl.float32)
-    b_acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    for start in tl.range(0, parts, AT_ONCE, num_stages=1):
-        b_part = start + tl.arange(0, AT_ONCE)
-        m_part = b_part < parts
-        b_at = b_part[:, None] * ROWS + b_row[None, :]
-        b_lse = tl.load(p_part_lse + b_at, mask=m_part[:, None], other=float("-inf"))
-        p_x = p_part + b_at[:, :, None] * HEAD_SIZE + b_dim[None, None, :]
-        b_x = tl.load(p_x, mask=m_part[:, None, None] & (b_dim < HEAD_SIZE)[None, None, :], other=0.0)
-        b_m_new = tl.maximum(b_m, tl.max(b_lse, 0))
-        b_weight = tl.exp2(b_lse - b_m_new[None, :])
-        b_alpha = tl.exp2(b_m - b_m_new)
-        b_l = b_l * b_alpha + tl.sum(b_weight, 0)
-        b_acc = b_acc * b_alpha[:, None] + tl.sum(b_x * b_weight[:, :, None], 0)
-        b_m = b_m_new
-    b_divisor, b_lse = _finish(b_m, b_l)
-    return b_acc * (1.0 / b_divisor)[:, None], b_lse
-
-
-@triton.jit
-def _finish(b_m, b_l):
-    """What to divide by, and the logarithm of the softmax's denominator, base 2: (1, -inf) where nothing was seen."""
-    b_divisor = tl.where(b_l == 0.0, 1.0, b_l)
-    return b_divisor, tl.where(b_l == 0.0, float("-inf"), b_m + tl.log2(b_divisor))
+    return b_acc, b_m, b_l
 
 
 @triton.jit
@@ -162,7 +116,7 @@ def attend_to_part(
     )
     b_m, b_l = start_softmax(sink_ptr, b_head, m_row & (part == 0), COLUMNS)  # a sink counts once
     b_acc = tl.zeros([BLOCK_D, COLUMNS], tl.float32)
-    SCALED: tl.constexpr = b_q.dtype == tl.float32 and not FLAGS[6] and slope_ptr is None  # see common.attend
+    SCALED: tl.constexpr = b_q.dtype == tl.float32 and not FLAGS[6] and slope_ptr is None  # see tile.attend
     if SCALED:
         b_q *= scale * LOG2E
     b_s = tl.dot(b_k.to(b_q.dtype), b_q, input_precision="ieee")  # [N, C]
@@ -182,7 +136,7 @@ def attend_to_part(
             b_s = tl.dot(b_k.to(b_q.dtype), b_q, input_precision="ieee")
             b_far = b_key - (seq_len - 1)
             b_acc, b_m, b_l = _weigh(b_acc, b_m, b_l, b_s, b_v.to(b_q.dtype), m_key, b_far, b_slope, *rest)
-    b_divisor, b_lse = _finish(b_m, b_l)
+    b_divisor, b_lse = softmax_divisor(b_m, b_l)
     return b_acc * (v_factor / b_divisor)[None, :], b_lse, b_row
 
 
@@ -288,7 +242,7 @@ def attend_to_newest(
     b_m_new = tl.maximum(b_m, b_s)
     b_p = tl.exp2(b_s - b_m_new)
     b_l = b_l * tl.exp2(b_m - b_m_new) + b_p
-    b_divisor, b_lse = _finish(b_m_new, b_l)
+    b_divisor, b_lse = softmax_divisor(b_m_new, b_l)
     b_out = b_v.to(tl.float32) * (b_p * v_factor / b_divisor)[:, None]
     b_place = part * ROWS + tl.arange(0, R)
     m_part = tl.arange(0, R) < ROWS

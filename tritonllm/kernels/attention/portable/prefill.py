@@ -14,14 +14,14 @@ import triton
 import triton.language as tl
 
 from tritonllm.kernels.attention.arguments import AttentionArgs, Hints, Pages, Queries
-from tritonllm.kernels.attention.common import (
-    LN2,
-    LOWEST,
-    attend,
-    finish_softmax,
+from tritonllm.kernels.attention.common import finish_softmax, start_softmax
+from tritonllm.kernels.attention.portable.tile import (
+    attend_regions,
     load_head_factors,
-    row_offsets,
-    start_softmax,
+    load_queries,
+    merge_parts,
+    store_part,
+    store_rows,
 )
 from tritonllm.kernels.attention.schedule import (
     count_row_items,
@@ -56,36 +56,6 @@ def _rows_from(first_pair, seq, cu_ptr, GROUP: tl.constexpr, BLOCK_M: tl.constex
     q_len = tl.load(cu_ptr + seq + 1, volatile=True) - begin
     b_pair = first_pair + tl.arange(0, BLOCK_M)
     return first_pair, q_len, begin.to(tl.int64) + b_pair // GROUP, b_pair, b_pair < q_len * GROUP
-
-
-@triton.jit
-def _merge_shares(
-    part_ptr,
-    part_lse_ptr,
-    first,
-    shares,
-    m_row,
-    BLOCK_M: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """The shares that lie at ``first`` and behind it, as one: ``(out [M, D], logarithm of the denominator [M])``."""
-    b_row, b_dim = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    m_part = m_row[:, None] & (b_dim < HEAD_SIZE)[None, :]
-    b_m = tl.full([BLOCK_M], LOWEST, tl.float32)
-    b_l = tl.zeros([BLOCK_M], tl.float32)
-    b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for share in tl.range(0, shares):
-        b_at = (first + share).to(tl.int64) * BLOCK_M + b_row
-        b_lse = tl.load(part_lse_ptr + b_at, mask=m_row, other=float("-inf"))
-        b_part = tl.load(part_ptr + b_at[:, None] * HEAD_SIZE + b_dim[None, :], mask=m_part, other=0.0)
-        b_m_new = tl.maximum(b_m, b_lse)
-        b_alpha = tl.exp2(b_m - b_m_new)
-        b_weight = tl.exp2(b_lse - b_m_new)
-        b_acc = b_acc * b_alpha[:, None] + b_part * b_weight[:, None]
-        b_l = b_l * b_alpha + b_weight
-        b_m = b_m_new
-    return finish_softmax(b_acc, b_m, b_l)
 
 
 # Arguments whose values and alignment change from step to step: one compilation serves them all.
@@ -169,10 +139,7 @@ def _prefill_kernel(
     cached = seq_len - q_len
     b_head = kv_head * GROUP + b_pair % GROUP
     b_pos = cached + b_pair // GROUP
-    b_dim = tl.arange(0, BLOCK_D)
-    m_out = m_row[:, None] & (b_dim < HEAD_SIZE)[None, :]
-    p_q = q_ptr + row_offsets(b_token, b_head, stride_q_token, stride_q_head)[:, None] + b_dim[None, :]
-    b_q = tl.load(p_q, mask=m_out, other=0.0)
+    b_q = load_queries(q_ptr, b_token, b_head, m_row, stride_q_token, stride_q_head, HEAD_SIZE, BLOCK_D)
     scale, v_factor, b_slope = load_head_factors(
         *(scale, v_factor, slope_ptr, k_scale_ptr, v_scale_ptr, kv_head, b_head, m_row), BLOCK_M=BLOCK_M
     )
@@ -199,58 +166,44 @@ def _prefill_kernel(
         b_end = tl.minimum(b_pos + tl.minimum(window, seq_len), seq_len)
     else:
         b_end = tl.zeros([BLOCK_M], tl.int32) + seq_len
-    for region in tl.static_range(0 if WINDOW else 1, 3):
-        if region == 0:
-            part_lo, part_hi = lo, whole_lo
-        elif region == 1:
-            part_lo, part_hi = whole_lo, whole_hi
-        else:
-            part_lo, part_hi = whole_hi, hi
-        if SPLIT:
-            part_lo, part_hi = tl.maximum(part_lo, share_lo), tl.minimum(part_hi, share_hi)
-        b_acc, b_m, b_l = attend(
-            *(b_acc, b_m, b_l, b_q, b_pos - window + 1, b_end, b_pos, b_slope),
-            k_ptr + kv_head.to(tl.int64) * stride_k_head,
-            v_ptr + kv_head.to(tl.int64) * stride_v_head,
-            table_ptr + seq.to(tl.int64) * stride_table,
-            *(part_lo, part_hi, first, scale, softcap),
-            *(stride_k_block, stride_k_slot, stride_v_block, stride_v_slot),
-            MASKED=region != 1,
-            WINDOW=WINDOW,
-            SOFTCAP=SOFTCAP,
-            ALIBI=slope_ptr is not None,
-            BLOCK_SIZE=BLOCK_SIZE,
-            HEAD_SIZE=HEAD_SIZE,
-            BLOCK_D=BLOCK_D,
-            BLOCK_N=BLOCK_N,
-        )
-
+    pages = (
+        k_ptr + kv_head.to(tl.int64) * stride_k_head,
+        v_ptr + kv_head.to(tl.int64) * stride_v_head,
+        table_ptr + seq.to(tl.int64) * stride_table,
+        stride_k_block,
+        stride_k_slot,
+        stride_v_block,
+        stride_v_slot,
+    )
+    b_acc, b_m, b_l = attend_regions(
+        *((b_acc, b_m, b_l), b_q, (b_pos - window + 1, b_end, b_pos, b_slope), pages),
+        *((lo, whole_lo, whole_hi, hi, first), share_lo, share_hi, scale, softcap),
+        *(SPLIT > 0, WINDOW, SOFTCAP, slope_ptr is not None, BLOCK_SIZE, HEAD_SIZE, BLOCK_D, BLOCK_N),
+    )
     b_out, b_lse = finish_softmax(b_acc, b_m, b_l)
     if SPLIT:
         _, _, b_token, b_pair, m_row = _rows_from(first_pair, seq, cu_ptr, GROUP, BLOCK_M)
         if shares > 1:  # shares of cut tiles are the first items: each has a place of its own
             b_at = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-            p_part = part_ptr + b_at.to(tl.int64)[:, None] * HEAD_SIZE + b_dim[None, :]
-            tl.store(p_part, b_out, mask=m_row[:, None] & (b_dim < HEAD_SIZE)[None, :])
-            tl.store(part_lse_ptr + b_at, b_lse, mask=m_row)
+            store_part(part_ptr, part_lse_ptr, b_out, b_lse, b_at, b_at >= 0, HEAD_SIZE, BLOCK_D)
             tl.debug_barrier()  # every thread has stored its share of the part before one counts it
             p_count = count_ptr + tile - part
             last = tl.atomic_add(p_count, 1) + 1 == shares
             m_row = m_row & last
             if last:
                 tl.store(p_count, 0)
-                b_out, b_lse = _merge_shares(
-                    *(part_ptr, part_lse_ptr, tile - part, shares, m_row, BLOCK_M, HEAD_SIZE, BLOCK_D)
-                )
+                p_first = part_ptr + (tile - part).to(tl.int64) * (BLOCK_M * HEAD_SIZE)
+                p_first_lse = part_lse_ptr + (tile - part) * BLOCK_M
+                b_m, b_l = start_softmax(None, 0, False, BLOCK_M)
+                b_out, b_lse = merge_parts(p_first, p_first_lse, shares, b_m, b_l, 1, HEAD_SIZE, BLOCK_D)
     else:
         _, _, b_token, b_pair, m_row = locate_rows(tile, seq, cu_ptr, GROUP, BLOCK_M)
     b_head = kv_head * GROUP + b_pair % GROUP
-    m_out = m_row[:, None] & (b_dim < HEAD_SIZE)[None, :]
-    p_out = out_ptr + row_offsets(b_token, b_head, stride_out_token, stride_out_head)[:, None] + b_dim[None, :]
-    tl.store(p_out, (b_out * v_factor).to(out_ptr.dtype.element_ty), mask=m_out)
-    if lse_ptr is not None:
-        heads = kv_heads * GROUP if SPLIT else tl.num_programs(1) * GROUP
-        tl.store(lse_ptr + b_token * heads + b_head, b_lse * LN2, mask=m_row)
+    heads = kv_heads * GROUP if SPLIT else tl.num_programs(1) * GROUP
+    store_rows(
+        *(out_ptr, lse_ptr, b_out, b_lse, v_factor, b_token, b_head, m_row, heads),
+        *(stride_out_token, stride_out_head, HEAD_SIZE, BLOCK_D),
+    )
 
 
 def launch(queries: Queries, pages: Pages, hints: Hints, args: AttentionArgs, config: tuning.Config) -> None:
@@ -259,13 +212,7 @@ def launch(queries: Queries, pages: Pages, hints: Hints, args: AttentionArgs, co
     tokens, heads, head_size = q.shape
     batch, kv_heads = len(seq_lens), k_cache.shape[2]
     group = heads // kv_heads
-    strides = (
-        *q.stride()[:2],
-        *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
-        block_tables.stride(0),
-        *args.out.stride()[:2],
-    )
+    strides = *q.stride()[:2], *pages.strides, *args.out.stride()[:2]
     tiles = tokens * group // config["BLOCK_M"] + batch
     grid, programs = (tiles, kv_heads), 0
     parts: tuple[torch.Tensor | None, ...] = (None, None, None)

@@ -11,16 +11,9 @@ import triton
 import triton.language as tl
 
 from tritonllm.kernels.attention.arguments import AttentionArgs, Hints, Pages, Queries
-from tritonllm.kernels.attention.common import (
-    LN2,
-    LOWEST,
-    attend,
-    finish_softmax,
-    load_head_factors,
-    row_offsets,
-    start_softmax,
-)
+from tritonllm.kernels.attention.common import LOWEST, finish_softmax, start_softmax
 from tritonllm.kernels.attention.portable.prefill import locate_rows
+from tritonllm.kernels.attention.portable.tile import attend_regions, load_head_factors, load_queries, store_rows
 from tritonllm.kernels.attention.schedule import find_prefill_sequence, prefill_key_ranges
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.dependent_launch import MAX_PROGRAMS, dependent_launch, let_next_start, wait_for_previous
@@ -44,75 +37,41 @@ def fold(b_acc, b_m, b_l, b_part, b_part_m, b_part_l):
 
 @triton.jit
 def _segment(
-    tensors,
-    numbers,
-    strides,
-    cached,
-    b_pair,
     b_q,
-    b_slope,
-    scale,
-    seq,
-    kv_head,
+    rows,
+    pages,
     ranges,
     start,
+    scale,
+    softcap,
     FLAGS: tl.constexpr,
-    GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SEGMENT: tl.constexpr,  # 0: all keys
 ):
     """What a tile's rows see of the SEGMENT keys from ``start`` on, or of all: ``(b_acc [M, D], b_m [M], b_l [M])``."""
-    k_ptr, v_ptr, table_ptr = tensors
-    window, softcap = numbers
-    k_strides, v_strides, stride_table = strides
-    lo, whole_lo, whole_hi, hi, first = ranges
-    WINDOW: tl.constexpr = FLAGS[0]
-    b_pos = cached + b_pair // GROUP
-    b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    b_m = tl.full([BLOCK_M], LOWEST, tl.float32)
-    b_l = tl.zeros([BLOCK_M], tl.float32)
-    for part in tl.static_range(0 if WINDOW else 1, 3):
-        if part == 0:
-            part_lo, part_hi = lo, whole_lo
-        elif part == 1:
-            part_lo, part_hi = whole_lo, whole_hi
-        else:
-            part_lo, part_hi = whole_hi, hi
-        if SEGMENT > 0:
-            part_lo = tl.maximum(part_lo, start)
-            part_hi = tl.minimum(part_hi, start + SEGMENT)
-        b_acc, b_m, b_l = attend(
-            *(b_acc, b_m, b_l, b_q, b_pos - window + 1, b_pos + 1, b_pos, b_slope),
-            k_ptr + kv_head.to(tl.int64) * k_strides[2],
-            v_ptr + kv_head.to(tl.int64) * v_strides[2],
-            table_ptr + seq.to(tl.int64) * stride_table,
-            *(part_lo, part_hi, first, scale, softcap),
-            *(k_strides[0], k_strides[1], v_strides[0], v_strides[1]),
-            MASKED=part != 1,
-            WINDOW=WINDOW,
-            SOFTCAP=FLAGS[1],
-            ALIBI=FLAGS[2],
-            BLOCK_SIZE=BLOCK_SIZE,
-            HEAD_SIZE=HEAD_SIZE,
-            BLOCK_D=BLOCK_D,
-            BLOCK_N=BLOCK_N,
-        )
-    return b_acc, b_m, b_l
+    BLOCK_M: tl.constexpr = b_q.shape[0]
+    nothing = (
+        tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
+        tl.full([BLOCK_M], LOWEST, tl.float32),
+        tl.zeros([BLOCK_M], tl.float32),
+    )
+    return attend_regions(
+        *(nothing, b_q, rows, pages, ranges, start, start + SEGMENT, scale, softcap),
+        *(SEGMENT > 0, FLAGS[0], FLAGS[1], FLAGS[2], BLOCK_SIZE, HEAD_SIZE, BLOCK_D, BLOCK_N),
+    )
 
 
 @triton.jit
-def _store(sums, outs, b_token, b_head, m_row, v_factor, heads, b_dim, HEAD_SIZE: tl.constexpr):
+def _store(sums, outs, b_token, b_head, m_row, v_factor, heads, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr):
     out_ptr, lse_ptr, stride_token, stride_head = outs
     b_out, b_lse = finish_softmax(sums[0], sums[1], sums[2])
-    p_out = out_ptr + row_offsets(b_token, b_head, stride_token, stride_head)[:, None] + b_dim[None, :]
-    m_out = m_row[:, None] & (b_dim < HEAD_SIZE)[None, :]
-    tl.store(p_out, (b_out * v_factor).to(out_ptr.dtype.element_ty), mask=m_out)
-    if lse_ptr is not None:
-        tl.store(lse_ptr + b_token * heads + b_head, b_lse * LN2, mask=m_row)
+    store_rows(
+        *(out_ptr, lse_ptr, b_out, b_lse, v_factor, b_token, b_head, m_row, heads),
+        *(stride_token, stride_head, HEAD_SIZE, BLOCK_D),
+    )
 
 
 @triton.jit
@@ -204,8 +163,7 @@ def _segments_kernel(
     cached = seq_len - q_len
     b_head = kv_head * GROUP + b_pair % GROUP
     b_dim = tl.arange(0, BLOCK_D)
-    p_q = q_ptr + row_offsets(b_token, b_head, stride_q_token, stride_q_head)[:, None] + b_dim[None, :]
-    b_q = tl.load(p_q, mask=m_row[:, None] & (b_dim < HEAD_SIZE)[None, :], other=0.0)
+    b_q = load_queries(q_ptr, b_token, b_head, m_row, stride_q_token, stride_q_head, HEAD_SIZE, BLOCK_D)
     scale, v_factor, b_slope = load_head_factors(
         *(scale, v_factor, slope_ptr, k_scale_ptr, v_scale_ptr, kv_head, b_head, m_row), BLOCK_M=BLOCK_M
     )
@@ -213,14 +171,18 @@ def _segments_kernel(
     pos_hi = cached + tl.minimum((first_pair + BLOCK_M - 1) // GROUP, q_len - 1)
     lo, whole_lo, whole_hi, hi = prefill_key_ranges(pos_lo, pos_hi, seq_len, window, True, WINDOW, BLOCK_N)
     ranges = (lo, whole_lo, whole_hi, hi, tl.maximum(pos_lo - window + 1, 0) if WINDOW else 0)
-    strides = (
-        (stride_k_block, stride_k_slot, stride_k_head),
-        (stride_v_block, stride_v_slot, stride_v_head),
-        stride_table,
+    pages = (
+        k_ptr + kv_head.to(tl.int64) * stride_k_head,
+        v_ptr + kv_head.to(tl.int64) * stride_v_head,
+        table_ptr + seq.to(tl.int64) * stride_table,
+        stride_k_block,
+        stride_k_slot,
+        stride_v_block,
+        stride_v_slot,
     )
+    b_pos = cached + b_pair // GROUP
+    rows = (b_pos - window + 1, b_pos + 1, b_pos, b_slope)
     FLAGS: tl.constexpr = (WINDOW, SOFTCAP, slope_ptr is not None)
-    tensors = (k_ptr, v_ptr, table_ptr)
-    numbers = (window, softcap)
     heads = kv_heads * GROUP
     outs = (out_ptr, lse_ptr, stride_out_token, stride_out_head)
     from_segment = lo // SEGMENT
@@ -230,8 +192,7 @@ def _segments_kernel(
         b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         if ONE:
             b_part, b_part_m, b_part_l = _segment(
-                *(tensors, numbers, strides, cached, b_pair, b_q, b_slope, scale, seq, kv_head, ranges, 0),
-                *(FLAGS, GROUP, BLOCK_SIZE, HEAD_SIZE, BLOCK_D, BLOCK_M, BLOCK_N, 0),
+                *(b_q, rows, pages, ranges, 0, scale, softcap, FLAGS, BLOCK_SIZE, HEAD_SIZE, BLOCK_D, BLOCK_N, 0)
             )
             if sink_ptr is None:  # to fold would change nothing, and hold twice as many registers
                 b_acc, b_m, b_l = b_part, b_part_m, b_part_l
@@ -240,19 +201,19 @@ def _segments_kernel(
         else:
             for segment in tl.range(from_segment, to_segment, num_stages=1):
                 b_part, b_part_m, b_part_l = _segment(
-                    *(tensors, numbers, strides, cached, b_pair, b_q, b_slope, scale, seq, kv_head, ranges),
-                    *(segment * SEGMENT, FLAGS, GROUP, BLOCK_SIZE, HEAD_SIZE, BLOCK_D, BLOCK_M, BLOCK_N, SEGMENT),
+                    *(b_q, rows, pages, ranges, segment * SEGMENT, scale, softcap),
+                    *(FLAGS, BLOCK_SIZE, HEAD_SIZE, BLOCK_D, BLOCK_N, SEGMENT),
                 )
                 b_acc, b_m, b_l = fold(b_acc, b_m, b_l, b_part, b_part_m, b_part_l)
         _, _, b_token, b_pair, m_row = locate_rows(tile, seq, cu_ptr, GROUP, BLOCK_M)
         b_head = kv_head * GROUP + b_pair % GROUP
-        _store((b_acc, b_m, b_l), outs, b_token, b_head, m_row, v_factor, heads, b_dim, HEAD_SIZE)
+        _store((b_acc, b_m, b_l), outs, b_token, b_head, m_row, v_factor, heads, HEAD_SIZE, BLOCK_D)
     else:
         to_segment = tl.minimum(to_segment, from_segment + slots)  # a wrong bound harms its own sequence alone
         for segment in tl.range(from_segment + tl.program_id(2), to_segment, tl.num_programs(2), num_stages=1):
             b_acc, b_m, b_l = _segment(
-                *(tensors, numbers, strides, cached, b_pair, b_q, b_slope, scale, seq, kv_head, ranges),
-                *(segment * SEGMENT, FLAGS, GROUP, BLOCK_SIZE, HEAD_SIZE, BLOCK_D, BLOCK_M, BLOCK_N, SEGMENT),
+                *(b_q, rows, pages, ranges, segment * SEGMENT, scale, softcap),
+                *(FLAGS, BLOCK_SIZE, HEAD_SIZE, BLOCK_D, BLOCK_N, SEGMENT),
             )
             _, _, b_token, b_pair, m_row = locate_rows(tile, seq, cu_ptr, GROUP, BLOCK_M)
             if to_segment - from_segment == 1:
@@ -260,7 +221,7 @@ def _segments_kernel(
                 b_start_m, b_start_l = start_softmax(sink_ptr, b_head, m_row, BLOCK_M)
                 if sink_ptr is not None:
                     b_acc, b_m, b_l = fold(tl.zeros_like(b_acc), b_start_m, b_start_l, b_acc, b_m, b_l)
-                _store((b_acc, b_m, b_l), outs, b_token, b_head, m_row, v_factor, heads, b_dim, HEAD_SIZE)
+                _store((b_acc, b_m, b_l), outs, b_token, b_head, m_row, v_factor, heads, HEAD_SIZE, BLOCK_D)
             else:
                 b_at = (seq.to(tl.int64) * slots + segment - from_segment) * kv_heads + kv_head
                 _keep((part_ptr, sums_ptr), (b_acc, b_m, b_l), b_at * most_rows + b_pair, m_row, b_dim, HEAD_SIZE)
@@ -325,7 +286,7 @@ def _fold_parts_kernel(
         v_factor *= tl.load(v_scale_ptr + kv_head)
     outs = (out_ptr, lse_ptr, stride_out_token, stride_out_head)
     b_token = begin.to(tl.int64) + b_pair // GROUP
-    _store((b_acc, b_m, b_l), outs, b_token, b_head, m_row, v_factor, kv_heads * GROUP, b_dim, HEAD_SIZE)
+    _store((b_acc, b_m, b_l), outs, b_token, b_head, m_row, v_factor, kv_heads * GROUP, HEAD_SIZE, BLOCK_D)
 
 
 def launch(queries: Queries, pages: Pages, hints: Hints, args: AttentionArgs, config: tuning.Config) -> None:
@@ -351,8 +312,7 @@ def launch(queries: Queries, pages: Pages, hints: Hints, args: AttentionArgs, co
         *(q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, order, args.out, args.lse),
         *(args.sinks, args.alibi_slopes, args.k_scale, args.v_scale, part, sums, args.scale, args.v_factor),
         *(args.window, args.softcap, batch, slots, rows),
-        *(*q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], block_tables.stride(0)),
-        *args.out.stride()[:2],
+        *(*q.stride()[:2], *pages.strides, *args.out.stride()[:2]),
         GROUP=group,
         WINDOW=window,
         SOFTCAP=args.softcap > 0,

@@ -4,7 +4,7 @@ The number of parts is fixed by the shapes, so that all programs fill the chip; 
 length, on the device. Parts are merged by their log-sum-exp in a second launch (Flash-Decoding: Dao, Haziza, Massa and
 Sizov, 2023). Without a list of tiles to find one's place in and without counters, this is the faster way where
 sequences are few or so many that their lengths even out; between those
-:mod:`tritonllm.kernels.attention.portable.balanced` is.
+:mod:`tritonllm.kernels.attention.portable.balanced` is (docs/notebook/attention-one-loop.md).
 """
 
 import torch
@@ -12,14 +12,8 @@ import triton
 import triton.language as tl
 
 from tritonllm.kernels.attention.arguments import AttentionArgs, Hints, Pages, Queries
-from tritonllm.kernels.attention.common import (
-    LN2,
-    attend,
-    finish_softmax,
-    load_head_factors,
-    row_offsets,
-    start_softmax,
-)
+from tritonllm.kernels.attention.common import LN2, finish_softmax, row_offsets, start_softmax
+from tritonllm.kernels.attention.portable.tile import attend, load_head_factors, load_queries, merge_parts, store_rows
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
 
@@ -68,6 +62,7 @@ def _decode_kernel(
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     SPLIT: tl.constexpr,
+    SAME_STRIDES: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -97,8 +92,7 @@ def _decode_kernel(
     b_head = kv_head * GROUP + b_row
     b_dim = tl.arange(0, BLOCK_D)
     m_out = m_row[:, None] & (b_dim < HEAD_SIZE)[None, :]
-    p_q = q_ptr + row_offsets(seq, b_head, stride_q_seq, stride_q_head)[:, None] + b_dim[None, :]
-    b_q = tl.load(p_q, mask=m_out, other=0.0)
+    b_q = load_queries(q_ptr, seq, b_head, m_row, stride_q_seq, stride_q_head, HEAD_SIZE, BLOCK_D)
     scale, v_factor, b_slope = load_head_factors(
         *(scale, v_factor, slope_ptr, k_scale_ptr, v_scale_ptr, kv_head, b_head, m_row), BLOCK_M=BLOCK_M
     )
@@ -106,13 +100,17 @@ def _decode_kernel(
     b_m, b_l = start_softmax(None if SPLIT else sink_ptr, b_head, m_row, BLOCK_M)
     b_end = tl.zeros([BLOCK_M], tl.int32) + seq_len
     b_acc, b_m, b_l = attend(
-        *(tl.zeros([BLOCK_M, BLOCK_D], tl.float32), b_m, b_l, b_q, b_end - window, b_end, b_end - 1, b_slope),
+        *(tl.zeros([BLOCK_M, BLOCK_D], tl.float32), b_m, b_l, b_q, b_end - window, b_end, b_end - 1, None, b_slope),
+        scale,
         k_ptr + kv_head.to(tl.int64) * stride_k_head,
         v_ptr + kv_head.to(tl.int64) * stride_v_head,
         table_ptr + seq * stride_table,
-        *(lo, tl.minimum(lo + per_split, seq_len), first, scale, softcap),
+        *(lo, tl.minimum(lo + per_split, seq_len), first, 0, softcap),
         *(stride_k_block, stride_k_slot, stride_v_block, stride_v_slot),
-        MASKED=True,
+        HIDE="end",
+        INSTEAD=True,
+        SAME_STRIDES=SAME_STRIDES,
+        ROW_SCALE=False,
         WINDOW=WINDOW,
         SOFTCAP=SOFTCAP,
         ALIBI=slope_ptr is not None,
@@ -161,29 +159,15 @@ def _merge_kernel(
     seq_len = tl.load(len_ptr + seq)
     _, lo, per_split = _key_range(seq_len, window, splits, WINDOW, BLOCK_N)
     used = tl.cdiv(seq_len - lo, tl.maximum(per_split, 1))
-    b_dim = tl.arange(0, BLOCK_D)
-    m_dim = b_dim < HEAD_SIZE
-
     b_head = head + tl.arange(0, 1)
     b_m, b_l = start_softmax(sink_ptr, b_head, b_head >= 0, 1)
-    b_acc = tl.zeros([1, BLOCK_D], tl.float32)
-    for start in tl.range(0, used, BLOCK_SPLITS):
-        b_split = start + tl.arange(0, BLOCK_SPLITS)
-        m_split = b_split < used
-        b_lse = tl.load(part_lse_ptr + row * splits + b_split, mask=m_split, other=float("-inf"))
-        p_part = part_ptr + (row * splits + b_split)[:, None] * HEAD_SIZE + b_dim[None, :]
-        b_part = tl.load(p_part, mask=m_split[:, None] & m_dim[None, :], other=0.0)
-        b_m_new = tl.maximum(b_m, tl.max(b_lse, 0))
-        b_weight = tl.exp2(b_lse - b_m_new)
-        b_alpha = tl.exp2(b_m - b_m_new)
-        b_l = b_l * b_alpha + tl.sum(b_weight, 0)
-        b_acc = b_acc * b_alpha[:, None] + tl.sum(b_part * b_weight[:, None], 0)[None, :]
-        b_m = b_m_new
-    b_out, b_lse = finish_softmax(b_acc, b_m, b_l)
-    p_out = out_ptr + row_offsets(seq, head, stride_out_seq, stride_out_head) + b_dim[None, :]
-    tl.store(p_out, b_out.to(out_ptr.dtype.element_ty), mask=m_dim[None, :])
-    if lse_ptr is not None:
-        tl.store(lse_ptr + seq * tl.num_programs(0) + b_head, b_lse * LN2)
+    p_part = part_ptr + row * splits * HEAD_SIZE
+    b_out, b_lse = merge_parts(p_part, part_lse_ptr + row * splits, used, b_m, b_l, BLOCK_SPLITS, HEAD_SIZE, BLOCK_D)
+    heads = tl.num_programs(0)
+    store_rows(
+        *(out_ptr, lse_ptr, b_out, b_lse, 1.0, seq, b_head, b_head >= 0, heads),
+        *(stride_out_seq, stride_out_head, HEAD_SIZE, BLOCK_D),
+    )
 
 
 def split_config(head_size: int, group: int, programs: int, dtype: str) -> tuning.Config:
@@ -219,19 +203,14 @@ def launch(queries: Queries, pages: Pages, hints: Hints, args: AttentionArgs, co
     if splits > 1:
         part = torch.empty((batch, heads, splits, head_size), dtype=torch.float32, device=q.device)
         part_lse = torch.empty((batch, heads, splits), dtype=torch.float32, device=q.device)
-    strides = (
-        *q.stride()[:2],
-        *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
-        block_tables.stride(0),
-        *part.stride()[:3],
-    )
+    strides = *q.stride()[:2], *pages.strides, *part.stride()[:3]
     _decode_kernel[(batch * kv_heads * row_tiles, splits)](
         *(q, k_cache, v_cache, block_tables, seq_lens, part, part_lse, args.sinks, args.alibi_slopes),
         *(args.k_scale, args.v_scale, args.scale, args.v_factor, window, args.softcap, splits, *strides),
         KV_HEADS=kv_heads,
         GROUP=group,
         SPLIT=splits > 1,
+        SAME_STRIDES=k_cache.stride() == v_cache.stride(),
         SOFTCAP=args.softcap > 0,
         BLOCK_SIZE=k_cache.shape[1],
         **shape,
