@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from collections import Counter
 
 import psutil
@@ -69,6 +71,17 @@ def test_a_rank_that_is_killed_ends_the_requests(cluster):
     assert len(again.generate([[1, 2, 3]], greedy(2), use_tqdm=False)[0].outputs[0].token_ids) == 2
     del again
     eventually(lambda: all_free())
+
+
+def test_a_program_that_joined_a_cluster_ends_without_a_word(cluster):
+    """It leaves its ranks before Ray leaves the cluster: behind that, what it asks of Ray would join anew."""
+    command = [sys.executable, "-m", "tritonllm", "generate", "-tp", "2", "--distributed-executor-backend", "ray"]
+    command += ["--temperature", "0", "--max-tokens", "12", "--prompt", "What is 20 + 22?"]
+    settings = {**os.environ, "RAY_ADDRESS": cluster.address}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=settings)
+    assert done.returncode == 0, done.stderr
+    assert "42" in done.stdout and "Traceback" not in done.stderr, done.stderr
+    eventually(lambda: all_free() and not followers())
 
 
 def test_what_cannot_be_is_said(cluster, monkeypatch):

@@ -23,10 +23,27 @@ def import_ray(wish: str) -> Any:
     return ray
 
 
+TOKEN = (
+    "a cluster that asks for a token lets nobody in without it: set RAY_AUTH_MODE=token here, and the cluster's token "
+    "in RAY_AUTH_TOKEN or ~/.ray/auth_token"
+)
+
+
 def join_cluster(wish: str) -> Any:
     """The package, with this process a driver of the cluster in ``RAY_ADDRESS``, or of one that begins on this machine.
-    Raises as :func:`import_ray`."""
+
+    Raises:
+        ValueError: Ray is not installed, or this process has no token where ``RAY_AUTH_MODE`` says so.
+        ConnectionError: the cluster is not there, or refuses this process's token.
+    """
     ray = import_ray(wish)
-    if not ray.is_initialized():
+    if ray.is_initialized():
+        return ray
+    missing = getattr(ray.exceptions, "AuthenticationError", ())  # from 2.52 on
+    try:
         ray.init(log_to_driver=False, logging_level=logging.WARNING)
+    except missing:
+        raise ValueError(f"{wish} finds no token of Ray, and RAY_AUTH_MODE wants one: {TOKEN}") from None
+    except ConnectionError as error:
+        raise ConnectionError(f"{wish}: {error} ({TOKEN})") from error
     return ray

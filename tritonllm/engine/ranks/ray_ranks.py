@@ -7,12 +7,15 @@ torch.distributed (gloo and NCCL), so a step costs what it costs under a launche
 which one died, and ends all of them when the driver dies.
 """
 
+import atexit
 import logging
 import multiprocessing.util
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from tritonllm import env
@@ -210,8 +213,13 @@ class RayRanks(LaunchedRanks):
 
     def begin(self) -> None:
         self._followers = followers = Followers(self._config, self._size, self.failure)
-        # After the farewell to the ranks, whose priority is higher, and before Ray's own end.
+        # After the farewell to the ranks, whose priority is higher.
         self._followers_end = multiprocessing.util.Finalize(self, _end, args=(followers, os.getpid()), exitpriority=99)
+        # At Python's end before Ray's own, which was registered earlier; that of multiprocessing comes behind it, and
+        # what is asked of Ray there joins the cluster anew, which knows nothing of these actors.
+        at_exit = partial(_end_before_ray, weakref.ref(self), os.getpid())
+        atexit.register(at_exit)
+        weakref.finalize(self, atexit.unregister, at_exit).atexit = False
         self.device_index = followers.gpu()
         secret = new_secret()
         followers.begin(self._config, self._size, self._open(followers.host, secret), secret)
@@ -240,6 +248,11 @@ class RayRanks(LaunchedRanks):
                 self._no_farewell()
         super().end()
         self._followers_end()
+
+
+def _end_before_ray(ranks: "weakref.ref[RayRanks]", owner: int) -> None:
+    if os.getpid() == owner and (mine := ranks()) is not None:
+        mine.end()
 
 
 def _end(followers: Followers, owner: int) -> None:
