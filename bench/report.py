@@ -96,27 +96,45 @@ def engines(files: Iterable[File], name: str, gpus: int = 1, *, deterministic: b
     return found
 
 
-def newest_rows(files: Sequence[File], table: Callable[[File], str]) -> list[str]:
-    """Runs of the engine, each with the workloads that no newer run on such GPUs and with such options measured.
+def newest_rows(
+    files: Sequence[File], rows_of: Callable[[File], list[list[str]]], *, options: bool = False
+) -> list[str]:
+    """A table for each kind of GPU, with the newest run of each workload there, and links to all other runs.
 
     Args:
-        files: the newest first.
-        table: of a run.
-
-    Returns:
-        A part of the page for each run that has such workloads, and a line with links to all other runs.
+        files: runs of the engine, the newest first.
+        rows_of: the cells of :func:`bench.tables.engine` for each workload of a run.
+        options: say with which options each ran; a workload with others is another one.
     """
-    parts, older, seen = [], [], set[tuple[object, ...]]()
+    found: dict[str, list[list[str]]] = {}
+    versions: dict[str, set[str]] = {}
+    older, seen = [], set[tuple[object, ...]]()
     for file in files:
-        where = file.data["machine"].get("gpu"), json.dumps(file.data.get("options", {}), sort_keys=True)
+        gpu, text = file.data["machine"].get("gpu", ""), tables.options_of(file.data) if options else ""
+        where = gpu, json.dumps(file.data.get("options", {}), sort_keys=True)
         named = [((*where, row["workload"], row.get("model")), row) for row in file.data["rows"]]
         rows = [row for name, row in named if name not in seen]
         seen |= {name for name, row in named if "value" in row}
         if rows:
-            parts.append(f"{file.head()}\n\n{table(replace(file, data=file.data | {'rows': rows}))}")
+            run = f"[{file.data['date'][:10]} {file.data['commit'][:7]}](../bench/results/{file.name})"
+            cells = rows_of(replace(file, data=file.data | {"rows": rows}))
+            found.setdefault(gpu, []).extend([*row, text, run] for row in cells)
+            versions.setdefault(gpu, set()).add(facts(file.data).partition(", commit")[0])
         else:
             older.append(f"{file.link} ({file.data['date'][:10]})")
+    parts = []
+    for gpu, rows in sorted(found.items()):
+        where = versions[gpu].pop() if len(versions[gpu]) == 1 else gpu  # else each file has its own
+        rows.sort(key=lambda row: (not row[0].startswith("W"), row[0]))
+        head = [*tables.engine_head(files[0].data), "options", "run"]
+        parts.append(f"{where}\n\n{tables.markdown(*without_empty(head, rows))}")
     return [*parts, f"Older runs: {', '.join(older)}."] if older else parts
+
+
+def without_empty(head: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
+    """A table without the columns in which nothing stands."""
+    kept = [place for place in range(len(head)) if any(row[place] for row in rows)]
+    return [head[place] for place in kept], [[row[place] for place in kept] for row in rows]
 
 
 def _when(file: File) -> datetime.datetime:
@@ -238,16 +256,18 @@ def results(files: Sequence[File]) -> str:
         *section("In short", ["\n".join(f"- {claim}" for claim in claims(files))]),
     ]
     ours = engines(files, "tritonllm")
-    parts += section("Engine", newest_rows(ours, lambda file: tables.engine(file.data, same_day(file, files))))
-    parts += section("vLLM, measured here", newest_rows(engines(files, "vllm"), lambda file: tables.engine(file.data)))
+    parts += section("Engine", newest_rows(ours, lambda file: tables.engine_rows(file.data, same_day(file, files))))
+    vllm = newest_rows(engines(files, "vllm"), lambda file: tables.engine_rows(file.data))
+    parts += section("vLLM, measured here", vllm)
     parts += section("Bits that do not depend on the batch", prices(files))
     for gpus, word in ((2, "two"), (4, "four")):
         several = engines(files, "tritonllm", gpus)
-        parts += section(f"Engine on {word} GPUs", newest_rows(several, lambda file: tables.several_gpus(file.data)))
+        rows = newest_rows(several, lambda file: tables.several_gpus_rows(file.data), options=True)
+        parts += section(f"Engine on {word} GPUs", rows)
     sums = of_kind(files, "sums")
     parts += section("Sums over GPUs", [f"{f.head()}\n\n{tables.sums(f.data)}" for f in sums])
-    rows = newest_of_kind(files, "exchange")
-    parts += section("Rows to experts on other GPUs", [f"{f.head()}\n\n{tables.exchange(f.data)}" for f in rows])
+    ways = newest_of_kind(files, "exchange")
+    parts += section("Rows to experts on other GPUs", [f"{f.head()}\n\n{tables.exchange(f.data)}" for f in ways])
     attention = of_kind(files, "attention")[:1]
     parts += section("Attention", [f"{file.head()}\n\n{tables.attention(file.data)}" for file in attention])
     kernels = [(KERNELS, "Kernels"), (("K7",), "Products")]

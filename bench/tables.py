@@ -20,27 +20,39 @@ Table = dict[str, Any]  # a report, as its file holds it
 
 
 def engine(report: Table, same_day: Table | None = None) -> str:
-    """Workloads beside floor, aim and vLLM.
+    """Workloads beside floor, aim and vLLM, whose report ``same_day`` is of the same day and kind of GPU."""
+    return markdown(engine_head(report), engine_rows(report, same_day))
 
-    Args:
-        same_day: vLLM's own report of the same day and kind of GPU; without it the listed figures stand there.
-    """
+
+def engine_head(report: Table) -> list[str]:
+    return ["workload", report["engine"]["name"], "floor (percent of it)", "aim", "vLLM", "times better"]
+
+
+def engine_rows(report: Table, same_day: Table | None = None) -> list[list[str]]:
+    """The cells of :func:`engine` for each workload; without ``same_day`` beside listed figures."""
     peer = f"{LISTED['engine']['peer']}, {LISTED['date']}"
     values = {row["workload"]: row["listed"] for row in report["rows"] if "listed" in row}
     if same_day is not None:
         peer = f"vLLM {same_day['engine']['version']}, same day"
         values = {row["workload"]: row["value"] for row in same_day["rows"] if "value" in row}
-    head = ["workload", report["engine"]["name"], "floor (percent of it)", "aim", peer, "times better"]
-    return markdown(head, [_workload(row, values.get(row["workload"])) for row in report["rows"]])
+    return [_workload(row, values.get(row["workload"]), peer) for row in report["rows"]]
 
 
 def several_gpus(report: Table) -> str:
-    """Workloads on several GPUs; of tensor parallelism on GPUs that it is listed for, with floor, aim and vLLM's."""
-    options = ", ".join(f"`{name}={value}`" for name, value in report["options"].items())
+    """Workloads on several GPUs, as :func:`engine`."""
+    return f"{options_of(report)}\n\n{markdown(engine_head(report), several_gpus_rows(report))}"
+
+
+def options_of(report: Table) -> str:
+    """The options with which the engine ran, other than by default."""
+    return ", ".join(f"`{name}={value}`" for name, value in report["options"].items())
+
+
+def several_gpus_rows(report: Table) -> list[list[str]]:
+    """The cells of :func:`engine`; of tensor parallelism on GPUs that it is listed for with floor, aim and vLLM's."""
     parallel = report["options"].get("tensor_parallel_size", 1)
     listed = LISTED.get(f"engine_tp{parallel}", {"rows": {}, "peer": "", "date": ""})
     theirs = report["options"] == {"tensor_parallel_size": parallel} and report["machine"]["gpu"] == LISTED["machine"]
-    theirs = theirs and any(row["workload"] in listed["rows"] for row in report["rows"])
     rows = []
     for row in report["rows"]:
         of_all = listed["rows"].get(row["workload"], {}) if theirs else {}
@@ -50,12 +62,8 @@ def several_gpus(report: Table) -> str:
             met = row["value"] <= of_all["goal"] if latency else row["value"] >= of_all["goal"]
             here |= {"floor": of_all["floor"], "percent": of_floor(row["value"], of_all["floor"], latency)}
             here |= {"goal": of_all["goal"], "goal_met": met}
-        rows.append(_workload(here, of_all.get("peer")))
-    head = ["workload", report["engine"]["name"], "floor (percent of it)", "aim"]
-    head += [f"{listed['peer']}, {listed['date']}", "times better"]
-    if not theirs:
-        head, rows = head[:2], [cells[:2] for cells in rows]
-    return f"{options}\n\n{markdown(head, rows)}"
+        rows.append(_workload(here, of_all.get("peer"), f"{listed['peer']}, {listed['date']}"))
+    return rows
 
 
 def sums(report: Table) -> str:
@@ -91,7 +99,7 @@ def prices(report: Table, without: dict[str, float]) -> str:
     """
     rows = []
     for row in report["rows"]:
-        cells = _workload(row, None)[:3]
+        cells = _workload(row)[:3]
         plain = without.get(row["workload"])
         if plain is not None and "value" in row:
             longer = row["kind"] in ("latency", "start")
@@ -101,7 +109,7 @@ def prices(report: Table, without: dict[str, float]) -> str:
     return markdown(["workload", "deterministic", "floor (percent of it)", "without", "price"], rows)
 
 
-def _workload(row: Table, peer: float | None) -> list[str]:
+def _workload(row: Table, peer: float | None = None, whose: str = "") -> list[str]:
     if "failed" in row:
         return [row["workload"], row["failed"], *[""] * 4]
     value = f"**{number(row['value'])}** {row['unit']}"
@@ -111,7 +119,7 @@ def _workload(row: Table, peer: float | None) -> list[str]:
     if "floor_shared_reads" in row:
         floor += f", shared {number(row['floor_shared_reads'])} ({row['percent_of_floor_shared_reads']:.0f}%)"
     goal = f"{number(row['goal'])} {'met' if row['goal_met'] else 'missed'}" if "goal" in row else ""
-    beside = ["", ""] if peer is None else [number(peer), f"{times_better(row, peer):.2f}x"]
+    beside = ["", ""] if peer is None else [f"{number(peer)} ({whose})", f"{times_better(row, peer):.2f}x"]
     if "times_plain" in row:
         beside = ["", f"{row['times_plain']:.2f}x plain decoding; a step takes {row['step_ratio']:.2f} times as long"]
     return [f"{row['workload']} {row['model']}", value, floor, goal, *beside]
