@@ -96,7 +96,10 @@ def test_llama_4_scout():
     assert all(layer.mlp == experts for layer in spec.layers) and isinstance(experts, MoESpec)
     assert (experts.num_experts, experts.top_k, experts.scoring, experts.weights_on_input) == (16, 1, "sigmoid", True)
     assert (experts.intermediate_size, experts.shared.intermediate_size) == (8192, 8192)
-    assert spec.max_position_embeddings == 8192  # the first chunk of the layers that see one
+    assert spec.max_position_embeddings == 10485760
+    chunks = [layer.attention.attention_chunk for layer in spec.layers]
+    assert chunks == [8192, 8192, 8192, None] * 12
+    assert spec.up_to(8193).layers == spec.layers and spec.up_to(8192).attention_chunk is None
     assert spec.eos_token_ids == (200001, 200007, 200008)
     assert 107e9 < parameters(spec) < 108e9
 

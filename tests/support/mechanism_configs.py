@@ -585,7 +585,7 @@ MECHANISMS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 40,
         "num_key_value_heads": 8,
         "head_dim": 128,
-        "max_position_embeddings": 8192,
+        "max_position_embeddings": 131072,
         "num_local_experts": 16,
         "num_experts_per_tok": 1,
         "moe_layers": [0, 1],

@@ -86,6 +86,8 @@ class AttentionSpec:
         query_scaling: how queries grow with their position; ``None`` for not at all. Without ``qk_norm`` and
             ``clip_qkv``.
         window: keys that a token sees, itself included; ``None`` for all.
+        attention_chunk: a token sees the keys of its own chunk of so many positions alone (Llama 4); ``None`` for all.
+            Without a ``window`` and ALiBi.
         softcap: replaces logits ``s`` by ``softcap * tanh(s / softcap)``; 0 for none.
         sinks: each head has a learned logit that takes weight and gives no value (GPT-OSS).
         output_gate: whether each element of the heads' output is multiplied by the sigmoid of another projection of the
@@ -108,6 +110,7 @@ class AttentionSpec:
     rope: RopeSpec | None = None
     query_scaling: QueryScaling | None = None
     window: int | None = None
+    attention_chunk: int | None = None
     softcap: float = 0.0
     sinks: bool = False
     output_gate: bool = False
@@ -116,6 +119,11 @@ class AttentionSpec:
 
     def __post_init__(self) -> None:
         at_least("window", self.window, 1)
+        at_least("attention_chunk", self.attention_chunk, 1)
+        if self.attention_chunk is not None and (self.window is not None or self.alibi_slopes is not None):
+            raise ValueError("attention_chunk with a window or alibi_slopes is not supported")
+        if self.attention_chunk is not None and not self.causal:
+            raise ValueError("attention_chunk without causal is not supported")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
         check_head_size(self.head_size)
@@ -217,6 +225,9 @@ class Attention(nn.Module):
         kv_cache: KVCacheView,
     ) -> torch.Tensor:
         """What lies between the two projections: ``qkv[T, (H + 2 K) D]``, overwritten, -> ``[T, H D]``."""
+        if self.spec.attention_chunk is not None:
+            assert metadata.of_chunks is not None  # the decoder has derived them
+            metadata = metadata.of_chunks
         if self.spec.clip_qkv is not None:
             qkv.clamp_(-self.spec.clip_qkv, self.spec.clip_qkv)
         if self.spec.qk_norm_after_rope:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -90,6 +90,9 @@ class ModelSpec:
         shapes = {(layer.attention.num_kv_heads, layer.attention.head_size) for layer in self.layers}
         if len(shapes) > 1:
             raise ValueError(f"layers must agree in num_kv_heads and head_size, got {sorted(shapes)}")
+        chunks = {layer.attention.attention_chunk or 0 for layer in self.layers} - {0}
+        if len(chunks) > 1:
+            raise ValueError(f"layers with an attention_chunk must agree in it, got {sorted(chunks)}")
         if self.parallel is not None and self.norm_position != "pre":
             raise ValueError(f"parallel={self.parallel!r} needs norm_position='pre', got {self.norm_position!r}")
 
@@ -97,10 +100,13 @@ class ModelSpec:
         """The model for sequences of at most ``length`` tokens, without what only longer ones have."""
 
         def shortened(layer: LayerSpec) -> LayerSpec:
-            scaling = layer.attention.query_scaling
-            if scaling is None or length + scaling.shift > scaling.every:
-                return layer
-            return dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, query_scaling=None))
+            scaling, chunk = layer.attention.query_scaling, layer.attention.attention_chunk
+            less: dict[str, Any] = {}
+            if scaling is not None and length + scaling.shift <= scaling.every:
+                less["query_scaling"] = None
+            if chunk is not None and length <= chunk:
+                less["attention_chunk"] = None
+            return dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, **less)) if less else layer
 
         return dataclasses.replace(self, layers=tuple(shortened(layer) for layer in self.layers))
 
@@ -108,6 +114,12 @@ class ModelSpec:
     def causal(self) -> bool:
         """No token sees one behind it."""
         return all(layer.attention.causal for layer in self.layers)
+
+    @property
+    def attention_chunk(self) -> int | None:
+        """What layers have as ``attention_chunk`` that have one; ``None`` if none has."""
+        sizes = (layer.attention.attention_chunk for layer in self.layers)
+        return next((size for size in sizes if size is not None), None)
 
     @property
     def num_layers(self) -> int:
