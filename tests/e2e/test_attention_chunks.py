@@ -69,6 +69,13 @@ def test_tokens_are_those_of_transformers(name):
     check(**ENGINES[name])
 
 
+@pytest.mark.long
+def test_a_compiled_model(caplog):
+    """Attention's metadata are no part of its graphs, and queries grow within them."""
+    check(**drafts(3), compilation_config={"mode": 3, "backend": "eager"})
+    assert "fits no graph" not in caplog.text
+
+
 def check(**options):
     llm = tiny_llm(folder(), **{**SIZES, **options})
     for _ in range(2):  # then from the prefix cache
