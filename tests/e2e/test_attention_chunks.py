@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from tritonllm.engine.step import shared_prefix
 
+ON_GPU = pytest.mark.also_gpu  # float32, where rounding lies far below the gap between two tokens
 CHUNK, BLOCK, NEW = 8, 4, 20
 SHARED = random_tokens(13, VOCAB_SIZE, seed=1)  # ends inside of a block, and of the second chunk
 PROMPTS = [SHARED + random_tokens(n, VOCAB_SIZE, seed=n) for n in (2, 19, 3, 9)]
@@ -64,6 +65,7 @@ ENGINES = {
 }
 
 
+@ON_GPU
 @pytest.mark.parametrize("name", ENGINES)
 def test_tokens_are_those_of_transformers(name):
     check(**ENGINES[name])
@@ -101,6 +103,7 @@ def test_bits_do_not_depend_on_the_batch():
     assert told(tiny_llm(folder(), deterministic=True, **{**SIZES, **drafts(5)}), PROMPTS) == expected
 
 
+@ON_GPU
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_draft_model(ahead):
     """Its drafts are right, across the ends of chunks, too."""
@@ -108,6 +111,7 @@ def test_a_draft_model(ahead):
     assert stats.num_accepted_tokens == stats.num_draft_tokens
 
 
+@ON_GPU
 @pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_tree_of_drafts_ends_with_the_chunk(ahead):
     """The deepest path is right, but nodes behind the end of a chunk are no drafts."""
@@ -117,6 +121,7 @@ def test_a_tree_of_drafts_ends_with_the_chunk(ahead):
     check(**of_a_model(similar_checkpoint("llama4_text"), TREE), async_scheduling=ahead, num_blocks=60)
 
 
+@ON_GPU
 def test_shared_keys_are_read_once_by_the_layers_that_see_all(monkeypatch):
     monkeypatch.setattr(shared_prefix, "MIN_SAVED_BYTES", 1)
     check(num_blocks=200, max_num_seqs=8, max_num_batched_tokens=64)

@@ -842,3 +842,8 @@ MORE_MECHANISMS: dict[str, dict[str, Any]] = {
         "pad_token_id": None,
     },
 }
+_SCOUT = next(name for name in MECHANISMS if name.startswith("llama-4-scout"))
+MORE_MECHANISMS["llama-4-scout, chunks of 128 (layers that see one chunk of the sequence)"] = {
+    **MECHANISMS[_SCOUT],
+    "attention_chunk_size": 128,
+}
