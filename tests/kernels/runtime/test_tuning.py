@@ -220,6 +220,10 @@ def test_why_a_configuration_was_chosen(tables):
             "the default: nvidia_test has no table of other",
             "the default: tensors are not on a GPU",
         ]
+    tables("rows", [{"key": {"rows": 128}}])
+    with tuning.watched() as of_rows:
+        get_config("rows", GPU, lambda rows: {}, rows=100)
+    assert of_rows[0].reason == "the default, not beaten in nvidia_test/rows, nearest to rows=128"
     get_config("op", GPU, chosen, n=120)
     assert len(choices) == len(asked)
 

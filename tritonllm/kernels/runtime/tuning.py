@@ -141,16 +141,19 @@ def _of_model(key: Key) -> Key:
     return {name: value for name, value in key.items() if name not in OF_A_STEP}
 
 
-def _choose_at(entries: list[Any], where: str, default: Callable[..., Config], wanted: Key) -> tuple[Config, str]:
-    """:func:`_choose` by the nearest of the entries, for a key whose numbers of a step are powers of two."""
-    otherwise = default(**wanted)
-    away, best = min(((distance(e["key"], wanted), e) for e in entries), key=lambda pair: pair[0])
+def _choose_at(
+    key: Key, wanted: Key, entries: list[Any], where: str, default: Callable[..., Config]
+) -> tuple[Config, str]:
+    """:func:`_choose` for ``wanted`` by the entry that is nearest to ``key``, whose numbers of a step are powers of
+    two."""
+    otherwise = default(**key)
+    away, best = min(((distance(e["key"], key), e) for e in entries), key=lambda pair: pair[0])
     if away > FAR:
         return otherwise, f"the default: no entry of {where} is near"
     others = ", ".join(f"{name}={value}" for name, value in best["key"].items() if wanted[name] != value)
     entry = f"{where}, " + (f"nearest to {others}" if others else "exactly this size")
     of_step = {name: value for name, value in best["key"].items() if name in OF_A_STEP}
-    tuned = best["config"] if "config" in best else default(**{**wanted, **of_step})
+    tuned = best["config"] if "config" in best else default(**{**key, **of_step})
     if away > 0 and tuned.get("kernel") != otherwise.get("kernel"):
         return otherwise, f"the default: the table entry {entry}, takes another kernel"
     return dict(tuned), f"table entry {entry}" if "config" in best else f"the default, not beaten in {entry}"
@@ -167,7 +170,7 @@ def _choose(slug: str | None, op: str, default: Callable[..., Config], wanted: K
     entries = [entry for entry in table["entries"] if distance(_of_model(entry["key"]), model) <= FAR]
     if not entries:
         return otherwise, f"the default: no entry of {where} is near"
-    low, high = (_choose_at(entries, where, default, key) for key in _beside(wanted))
+    low, high = (_choose_at(key, wanted, entries, where, default) for key in _beside(wanted))
     of_low, of_high, own = (config.get("kernel") for config in (low[0], high[0], otherwise))
     if of_high in (of_low, own):
         return high
