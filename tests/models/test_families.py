@@ -115,6 +115,8 @@ def test_fields_left_out(family):
         config |= {"n_head": 32, "n_embd": width, "hidden_size": width}
     if family in ("mpt", "dbrx"):
         config |= {"n_heads": 32, "d_model": 512}
+    if family == "xglm":
+        config["d_model"] = 512
     if family == "helium":  # 20 key heads
         config["num_attention_heads"] = 20
     if family == "gpt_neo":
@@ -346,6 +348,8 @@ def test_bad_sizes(name, value):
         ("hy_v3", {"mlp_layer_types": ["dense"]}, "mlp_layer_types must be dense or sparse for each of 3 layers"),
         ("sarvam_moe", {"use_bias": True}, "use_bias other than False is not supported, got True"),
         ("solar_open", {"use_qk_norm": True}, "use_qk_norm other than False is not supported, got True"),
+        ("ctrl", {"layer_norm_epsilon": 1e-5}, "layer_norm_epsilon other than 1e-06 is not supported, got 1e-05"),
+        ("xglm", {"add_cross_attention": True}, "add_cross_attention=True is not supported"),
         ("llama4_text", {"num_experts_per_tok": 2}, "num_experts_per_tok other than 1 is not supported, got 2"),
         ("llama4_text", {"moe_layers": 2}, "moe_layers must be a list of numbers of layers, got 2"),
         (

@@ -151,6 +151,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-bigcode-mha": ("gpt_bigcode", {"multi_query": False, "n_inner": 72, "scale_attn_weights": False}),
     "olmo-grouped": ("olmo", {"clip_qkv": None, "attention_bias": True, "tie_word_embeddings": True}),
     "gpt-neo-wide": ("gpt_neo", {"intermediate_size": 72, "attention_types": [[["local"], 3]]}),
+    "xglm-unscaled": ("xglm", {"scale_embedding": False, "tie_word_embeddings": False, "activation_function": "relu"}),
     "biogpt-unscaled": ("biogpt", {"scale_embedding": False, "tie_word_embeddings": False, "hidden_act": "relu"}),
     "mixtral-window": ("mixtral", {"sliding_window": 6, "num_experts_per_tok": 1}),
     "qwen2-moe-every-other": ("qwen2_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [], "norm_topk_prob": True}),

@@ -24,6 +24,7 @@ from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
 from tritonllm.layers.norm import Norm
 from tritonllm.layers.parameters import empty_parameter
 from tritonllm.layers.residual import Stream
+from tritonllm.layers.waves import wave_table
 from tritonllm.models.decoder_layer import DecoderLayer, work_of
 from tritonllm.models.expert_checks import check_counted, check_exchange
 from tritonllm.models.interface import LayerWork
@@ -93,13 +94,14 @@ class Decoder(nn.Module):
         self.embedding_norm: Norm | None = None
         self.token_types: Embedding | None = None
         self.positions: Embedding | None = None
+        self.waves: torch.Tensor | None = None
         self.project_in: Linear | None = None
         self.project_out: Linear | None = None
         self.norm: Norm | None = None
         self.logit_bias: nn.Parameter | None = None
         self.classifier: Head | None = None
         if self.stage.first:
-            self._add_embeddings(local, dtype, device)
+            self._add_embeddings(local, dtype, device, max_model_len)
         how: dict[str, Any] = {"dtype": dtype, "device": device, "group": group, "context": context}
         layers = [DecoderLayer(local, i, **how) for i in self.stage.layers]
         self.layers = nn.ModuleList(layers)
@@ -139,7 +141,7 @@ class Decoder(nn.Module):
         rank, size = self.group.rank, self.group.size
         return None if size == 1 else Section(self.spec.vocab_size, uneven=True).of(rank, size)
 
-    def _add_embeddings(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+    def _add_embeddings(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, max_model_len: int) -> None:
         """What comes before the layers."""
         size, projects = spec.embedding_size or spec.hidden_size, self._own_logits
         self.embed = Embedding(spec.vocab_size, size, dtype=dtype, device=device, projects=projects)
@@ -151,6 +153,9 @@ class Decoder(nn.Module):
             self.token_types = Embedding(spec.token_types, spec.hidden_size, dtype=dtype, device=device)
         if spec.learned_positions:
             self.positions = Embedding(spec.learned_positions, spec.hidden_size, dtype=dtype, device=device)
+        if spec.wave_positions is not None:
+            rows = max_model_len + spec.position_offset
+            self.waves = wave_table(rows, spec.hidden_size, spec.wave_positions, dtype, device)
         if size != spec.hidden_size:
             self.project_in = Linear(size, spec.hidden_size, bias=False, dtype=dtype, device=device)
             self.project_out = Linear(spec.hidden_size, size, bias=False, dtype=dtype, device=device)
@@ -321,6 +326,8 @@ class Decoder(nn.Module):
             x += self.token_types(kinds)
         if self.positions is not None:
             x += self.positions(positions + self.spec.position_offset)
+        if self.waves is not None:
+            x += self.waves.index_select(0, positions + self.spec.position_offset)
         if self.embedding_norm is not None:
             self.embedding_norm.normalize(x, out=x)
         return x

@@ -41,7 +41,9 @@ class ModelSpec:
         token_types: kinds of tokens, each with a learned vector that is added to the embeddings (BERT); 0 for none. A
             token of kind t has the id ``t * vocab_size + id``.
         learned_positions: rows of a learned table that is added to the embeddings; 0 for none.
-        position_offset: row of position 0 in that table (OPT begins at 2).
+        wave_positions: the base of the waves that are added in its place (:mod:`tritonllm.layers.waves`); ``None`` for
+            none.
+        position_offset: row of position 0 in either table (OPT begins at 2).
         embedding_size: the size of the token embeddings, which are projected to the hidden size and back (OPT-350m);
             ``None`` if it is the hidden size.
         embedding_multiplier: multiplies the token embeddings.
@@ -70,6 +72,7 @@ class ModelSpec:
     first_norm: bool = True
     token_types: int = 0
     learned_positions: int = 0
+    wave_positions: float | None = None
     position_offset: int = 0
     embedding_size: int | None = None
     embedding_multiplier: float = 1.0

@@ -37,6 +37,7 @@ from tritonllm.models.families import (
     olmo,
     sigmoid_experts,
     starcoder,
+    waves,
 )
 from tritonllm.models.families.common import Family
 from tritonllm.models.families.heads import BY_SUFFIX, FamilyHead
@@ -46,7 +47,7 @@ from tritonllm.models.spec import ModelSpec
 Config = Mapping[str, Any]
 
 _DENSE = (llama, ministral, granite, apertus, olmo, exaone, internlm, gemma, nemotron, gpt, gpt_neo, starcoder, alibi)
-_OTHERS = (cohere_compass, nanochat)
+_OTHERS = (cohere_compass, nanochat, waves)
 _EXPERTS = (experts, sigmoid_experts, granite_moe, cohere_moe, llama4, aria, dbrx)
 _FILES = (*_DENSE, *_OTHERS, *_EXPERTS, ernie, hunyuan, bert)
 FAMILIES: dict[str, Family] = {name: family for file in _FILES for name, family in file.FAMILIES.items()}
