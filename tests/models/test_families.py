@@ -29,7 +29,7 @@ def test_qwen3_0_6b():
     layer = spec.layers[0]
     attention = layer.attention
     assert all(other == layer for other in spec.layers)
-    assert (spec.num_layers, attention.num_heads, spec.num_kv_heads, spec.head_size) == (28, 16, 8, 128)
+    assert (spec.num_layers, attention.num_heads, spec.caches[0]) == (28, 16, (8, 128))
     assert (spec.vocab_size, spec.hidden_size) == (151936, 1024)
     assert layer.mlp == MLPSpec(intermediate_size=3072, activation="silu")
     assert attention.qk_norm == spec.norm and spec.tie_word_embeddings and not attention.qkv_bias
@@ -43,7 +43,7 @@ def test_llama_3_1_8b():
     spec = spec_from_config(LLAMA_3_1_8B)
     layer = spec.layers[0]
     attention = layer.attention
-    assert (spec.num_layers, attention.num_heads, spec.num_kv_heads, spec.head_size) == (32, 32, 8, 128)
+    assert (spec.num_layers, attention.num_heads, spec.caches[0]) == (32, 32, (8, 128))
     assert attention.qk_norm is None and not (spec.tie_word_embeddings or attention.qkv_bias or layer.mlp.bias)
     assert attention.rope.base == 500000.0 and dict(attention.rope.scaling) == LLAMA_3_1_8B["rope_scaling"]
     assert spec.max_position_embeddings == 131072
@@ -146,7 +146,7 @@ def test_minicpm_is_scaled_like_a_granite():
 
 def test_null_fields_follow_from_others():
     spec = spec_from_config(tiny_config("qwen2", num_key_value_heads=None, head_dim=None))
-    assert spec.num_kv_heads == 4 and spec.head_size == 16
+    assert spec.caches[0] == (4, 16)
     assert spec_from_config(tiny_config("gpt2", n_inner=None)).layers[0].mlp.intermediate_size == 256
 
 
@@ -502,7 +502,7 @@ def test_axes_of_published_models():
     assert [layer.attention.rope is None for layer in smol.layers] == [False, False, True]
     opt = spec_from_config(tiny_config("opt", do_layer_norm_before=False, word_embed_proj_dim=32))
     assert (opt.norm_position, opt.embedding_size, opt.learned_positions, opt.position_offset) == ("stream", 32, 258, 2)
-    assert spec_from_config(tiny_config("falcon")).num_kv_heads == 1
+    assert spec_from_config(tiny_config("falcon")).caches[0].heads == 1
 
 
 def test_queries_grow_only_where_they_can():

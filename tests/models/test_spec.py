@@ -28,7 +28,15 @@ def test_frozen():
 
 
 def test_what_the_engine_asks_for():
-    assert (SPEC.num_layers, SPEC.num_kv_heads, SPEC.head_size) == (2, 2, 16)
+    assert (SPEC.num_layers, SPEC.caches) == (2, ((2, 16),) * 2)
+
+
+def test_heads_differ_between_layers():
+    """Each layer has a cache of its own shape."""
+    wide = dataclasses.replace(LAYER, attention=dataclasses.replace(ATTENTION, num_kv_heads=1, head_size=32))
+    spec = dataclasses.replace(SPEC, layers=(LAYER, wide, LAYER))
+    assert spec.caches == ((2, 16), (1, 32), (2, 16)) and list(spec.cache_of_layer) == [0, 1, 2]
+    assert [shape.elements for shape in spec.caches] == [64, 64, 64] and spec.distinct_layers() == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -50,10 +58,6 @@ def test_bad_attention(change, message):
     ("change", "message"),
     [
         ({"layers": ()}, "layers must not be empty"),
-        (
-            {"layers": (LAYER, dataclasses.replace(LAYER, attention=dataclasses.replace(ATTENTION, num_kv_heads=4)))},
-            "layers must agree in num_kv_heads and head_size",
-        ),
         ({"parallel": "one norm", "norm_position": "post"}, "parallel='one norm' needs norm_position='pre'"),
     ],
 )

@@ -297,7 +297,7 @@ PUBLISHED = {
 def test_published_configurations(name):
     config, want = PUBLISHED[name]
     spec = spec_from_config({"architectures": [name], **json.loads(json.dumps(config))})
-    got = spec.architecture, spec.vocab_size, spec.num_layers, spec.num_kv_heads, spec.head_size
+    got = spec.architecture, spec.vocab_size, spec.num_layers, *spec.caches[0]
     assert (*got, spec.eos_token_ids, spec.tie_word_embeddings) == want
     assert spec.text_of == name and spec.dtype == torch.bfloat16
 

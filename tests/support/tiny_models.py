@@ -148,14 +148,13 @@ class PagedRunner:
     ) -> None:
         spec, device = model.spec, next(model.parameters()).device
         context = model.context.size if isinstance(model, Decoder) else 1  # ranks have a part of each block's keys
-        shape = (num_blocks, block_size // context, spec.num_kv_heads, spec.head_size)
         self.model = model
         self.device = device
         self.block_size = block_size
-        self.cache = [
-            KVCacheView(*(torch.full(shape, float("nan"), dtype=model.dtype, device=device) for _ in "kv"))
-            for _ in range(spec.num_layers)
-        ]
+        sizes = [(num_blocks, block_size // context, *shape) for shape in spec.caches]
+        nan, how = float("nan"), {"dtype": model.dtype, "device": device}
+        caches = [KVCacheView(*(torch.full(size, nan, **how) for _ in "kv")) for size in sizes]
+        self.cache = [caches[cache] for cache in spec.cache_of_layer]
         self._free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).tolist()
 
     def share(self, sequence: PagedSequence, num_tokens: int) -> PagedSequence:

@@ -23,7 +23,7 @@ from tritonllm.kernels import (
 from tritonllm.layers.context import split_attention
 from tritonllm.layers.fusion import decodes_at_once, normalises_heads
 from tritonllm.layers.linear import Linear
-from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
+from tritonllm.layers.metadata import AttentionMetadata, CacheShape, KVCacheView
 from tritonllm.layers.norm import BlockInput, Norm, NormSpec
 from tritonllm.layers.parameters import empty_parameter
 from tritonllm.layers.residual import Addend
@@ -127,6 +127,11 @@ class AttentionSpec:
             raise ValueError("query_scaling with a qk_norm or clip_qkv is not supported")
         if self.alibi_slopes is not None and len(self.alibi_slopes) != self.num_heads:
             raise ValueError(f"alibi_slopes must have one entry for each of {self.num_heads} heads")
+
+    @property
+    def cache(self) -> CacheShape:
+        """What the layer keeps of a token."""
+        return CacheShape(self.num_kv_heads, self.head_size)
 
 
 class Attention(nn.Module):

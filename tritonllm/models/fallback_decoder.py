@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
+from tritonllm.layers.metadata import AttentionMetadata, CacheShape, KVCacheView
 from tritonllm.layers.segments import Segment, Segments, decodes
 from tritonllm.models.fallback_attention import PAGED, PROBE, LayerCall, PagedStep, RecordedCalls
 
@@ -41,6 +41,16 @@ class FallbackSpec:
     token_types: int = 0
     logits: bool = True
     head: None = None
+
+    @property
+    def caches(self) -> tuple[CacheShape, ...]:
+        """The shapes of the caches, which are the same in all layers."""
+        return (CacheShape(self.num_kv_heads, self.head_size),) * self.num_layers
+
+    @property
+    def cache_of_layer(self) -> Sequence[int]:
+        """The places of the caches that layers read: each its own."""
+        return range(self.num_layers)
 
 
 def refused(architecture: str, reason: str) -> ValueError:

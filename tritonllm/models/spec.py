@@ -1,6 +1,7 @@
 """A model as data: everything the decoder needs to know, and nothing about how files spell it."""
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -8,6 +9,7 @@ import torch
 
 from tritonllm.layers.attention import AttentionSpec
 from tritonllm.layers.head import HeadSpec
+from tritonllm.layers.metadata import CacheShape
 from tritonllm.layers.mlp import MLPSpec
 from tritonllm.layers.moe import MoESpec
 from tritonllm.layers.norm import NormSpec
@@ -28,7 +30,7 @@ class ModelSpec:
     Attributes:
         architecture: the architecture's name in ``config.json``.
         max_position_embeddings: most tokens of a sequence, position scaling included.
-        layers: the layers, from the first to the last; the cache's shape is the same in all of them.
+        layers: the layers, from the first to the last. They may differ in everything, heads included.
         norm: every norm of the residual stream.
         norm_position: where a block (attention, MLP) and the stream are normalised: ``pre``, the block's input;
             ``post``, the block's output before it is added (OLMo 2); ``sandwich``, both (Gemma 2); ``stream``, the sum
@@ -87,9 +89,6 @@ class ModelSpec:
     def __post_init__(self) -> None:
         if not self.layers:
             raise ValueError("layers must not be empty")
-        shapes = {(layer.attention.num_kv_heads, layer.attention.head_size) for layer in self.layers}
-        if len(shapes) > 1:
-            raise ValueError(f"layers must agree in num_kv_heads and head_size, got {sorted(shapes)}")
         if self.parallel is not None and self.norm_position != "pre":
             raise ValueError(f"parallel={self.parallel!r} needs norm_position='pre', got {self.norm_position!r}")
 
@@ -127,9 +126,11 @@ class ModelSpec:
         return {place: of.mlp.num_experts for place, of in enumerate(self.layers) if isinstance(of.mlp, MoESpec)}
 
     @property
-    def num_kv_heads(self) -> int:
-        return self.layers[0].attention.num_kv_heads
+    def caches(self) -> tuple[CacheShape, ...]:
+        """The shape of each cache that layers write, in the order of these layers."""
+        return tuple(layer.attention.cache for layer in self.layers)
 
     @property
-    def head_size(self) -> int:
-        return self.layers[0].attention.head_size
+    def cache_of_layer(self) -> Sequence[int]:
+        """For each layer, which of the caches it reads."""
+        return range(len(self.layers))
