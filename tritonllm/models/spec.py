@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -17,10 +17,20 @@ from tritonllm.layers.norm import NormSpec
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """One layer: attention, then an MLP or experts."""
+    """One layer: attention, then an MLP or experts.
+
+    Attributes:
+        keys_from: how many layers before it the layer is whose keys and values it reads; 0 where it has its own. It
+            decides what is where and no launch, so layers that differ in nothing else are of one kind.
+    """
 
     attention: AttentionSpec
     mlp: MLPSpec | MoESpec
+    keys_from: int = field(default=0, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.attention.own_keys == (self.keys_from > 0):
+            raise ValueError(f"own_keys={self.attention.own_keys} does not go with keys_from={self.keys_from}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +99,13 @@ class ModelSpec:
     def __post_init__(self) -> None:
         if not self.layers:
             raise ValueError("layers must not be empty")
+        for place, layer in enumerate(self.layers):
+            source = None if layer.keys_from > place else self.layers[place - layer.keys_from].attention
+            if layer.keys_from and (source is None or not source.own_keys or source.cache != layer.attention.cache):
+                raise ValueError(
+                    f"keys_from: the layer {layer.keys_from} before layer {place} must have keys of its own, of the "
+                    f"shape {tuple(layer.attention.cache)}"
+                )
         if self.parallel is not None and self.norm_position != "pre":
             raise ValueError(f"parallel={self.parallel!r} needs norm_position='pre', got {self.norm_position!r}")
 
@@ -128,9 +145,12 @@ class ModelSpec:
     @property
     def caches(self) -> tuple[CacheShape, ...]:
         """The shape of each cache that layers write, in the order of these layers."""
-        return tuple(layer.attention.cache for layer in self.layers)
+        return tuple(layer.attention.cache for layer in self.layers if layer.attention.own_keys)
 
     @property
     def cache_of_layer(self) -> Sequence[int]:
         """For each layer, which of the caches it reads."""
-        return range(len(self.layers))
+        found: list[int] = []
+        for place, layer in enumerate(self.layers):
+            found.append(found[place - layer.keys_from] if layer.keys_from else len(set(found)))
+        return found

@@ -27,7 +27,7 @@ class WeightNames:
         qkv_by_group: whether the one projection has the queries, the key and the value of a key head together.
         qkv_order: another order of its heads: from the numbers of heads and of key heads, where each head of the tensor
             goes among queries, keys and values (CodeGen).
-        gate: the projection whose sigmoid multiplies attention's output (AFMoE).
+        gate: the projection of which a function multiplies attention's output (AFMoE, Laguna).
         qk_norm_by_head: ``q_norm`` and ``k_norm`` have a tensor for each head, under ``norms.{}``.
         up: gate and up, or one projection that holds both, or the only one of an MLP without a gate.
         xielu: the activation's module, of an MLP whose activation has parameters (Apertus).
@@ -193,13 +193,13 @@ def _linear(
 
 def _attention(hidden: int, spec: AttentionSpec, names: WeightNames, theirs: str, ours: str) -> Iterator[Entry]:
     head, heads, kv_heads = spec.head_size, spec.num_heads, spec.num_kv_heads
-    rows = [heads * head, kv_heads * head, kv_heads * head]
+    rows = [count * head for count in spec.projected_heads]
     if len(names.qkv) == 1:
         rows = [sum(rows)]
     order = _order_by_group(heads, kv_heads) if names.qkv_by_group else None
     order = order if names.qkv_order is None else names.qkv_order(heads, kv_heads)
     start = 0
-    for name, count in zip(names.qkv, rows, strict=True):
+    for name, count in zip(names.qkv[: len(rows)], rows, strict=True):
         yield from _linear(
             theirs + name,
             f"{ours}.qkv",
@@ -215,10 +215,12 @@ def _attention(hidden: int, spec: AttentionSpec, names: WeightNames, theirs: str
         theirs + names.o, f"{ours}.o", hidden, heads * head, bias=spec.o_bias, transposed=names.transposed
     )
     if spec.qk_norm is not None:
-        for name, place, count in ((names.q_norm, "q_norm", heads), (names.k_norm, "k_norm", kv_heads)):
+        norms = [(names.q_norm, "q_norm", heads), (names.k_norm, "k_norm", kv_heads)]
+        for name, place, count in norms if spec.own_keys else norms[:1]:
             yield from _head_norm(spec, names, theirs + name, f"{ours}.{place}", count)
     if spec.output_gate:
-        yield from _linear(theirs + names.gate, f"{ours}.gate", heads * head, spec.input_size or hidden, bias=False)
+        gates = heads * head // spec.gate_size
+        yield from _linear(theirs + names.gate, f"{ours}.gate", gates, spec.input_size or hidden, bias=False)
     if spec.sinks:
         yield theirs + names.sinks, Slot(parameter=f"{ours}.sinks", shape=(heads,))
 
