@@ -76,8 +76,10 @@ def reference_model(config: dict[str, Any], *, seed: int = 0) -> PreTrainedModel
     generator = torch.Generator().manual_seed(seed)
     for module in model.modules():
         # Gemma and Nemotron store their norms' weights as differences from 1
-        centre = 0.0 if type(module).__name__.startswith(("Gemma", "VaultGemma", "Nemotron")) else 1.0
-        is_norm = "Norm" in type(module).__name__
+        minus_one = ("Gemma", "VaultGemma", "Nemotron")
+        kind = type(module).__name__
+        centre = 0.0 if kind.startswith(minus_one) and not kind.startswith("Gemma4") else 1.0
+        is_norm = "Norm" in kind
         for name, p in module.named_parameters(recurse=False):
             if is_norm and name == "weight":
                 p.data.normal_(centre, 0.2, generator=generator)
@@ -86,6 +88,8 @@ def reference_model(config: dict[str, Any], *, seed: int = 0) -> PreTrainedModel
         for name, buffer in module.named_buffers(recurse=False):
             if name == "e_score_correction_bias":
                 buffer.normal_(0.0, 0.2, generator=generator)
+            if name == "layer_scalar":
+                buffer.normal_(1.0, 0.2, generator=generator)
     return model
 
 

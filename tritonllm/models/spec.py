@@ -9,6 +9,7 @@ import torch
 
 from tritonllm.layers.attention import AttentionSpec
 from tritonllm.layers.head import HeadSpec
+from tritonllm.layers.layer_inputs import LayerInputSpec
 from tritonllm.layers.metadata import CacheShape
 from tritonllm.layers.mlp import MLPSpec
 from tritonllm.layers.moe import MoESpec
@@ -66,6 +67,8 @@ class ModelSpec:
         head: what a classifier or a reward model has in its place.
         eos_token_ids: tokens that end a sequence.
         dtype: the dtype of the checkpoint.
+        layer_scalars: each layer multiplies the stream by a learned number behind its blocks (Gemma 4).
+        layer_inputs: what each layer gets of each token beside the stream (Gemma 4); ``None`` for nothing.
         text_of: the architecture whose text model it is, where a checkpoint has towers for images or sound beside it.
     """
 
@@ -94,6 +97,8 @@ class ModelSpec:
     head: HeadSpec | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float32
+    layer_scalars: bool = False
+    layer_inputs: LayerInputSpec | None = None
     text_of: str = ""
 
     def __post_init__(self) -> None:

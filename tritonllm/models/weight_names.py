@@ -40,6 +40,9 @@ class WeightNames:
         stacked_interleaved: whether gate and up alternate in those (GPT-OSS).
         flat_up, flat_down: names of tensors with all experts one below the other, gate, up and the transposed
             projection back; with them, there are no others (DBRX).
+        scalar: the number that multiplies the stream behind a layer; no ``.weight`` follows (Gemma 4).
+        input_table, input_project, input_norm: what makes the inputs of all layers (Gemma 4).
+        input_gate, input_back, input_post_norm: what a layer does with its input.
         head: dense layers in the place of the output projection, and their norms.
     """
 
@@ -86,6 +89,13 @@ class WeightNames:
     shared_up: tuple[str, ...] = ("gate_proj", "up_proj")
     shared_down: str = "down_proj"
     shared_gate: str = "mlp.shared_expert_gate"
+    scalar: str = "layer_scalar"
+    input_table: str = "model.embed_tokens_per_layer"
+    input_project: str = "model.per_layer_model_projection"
+    input_norm: str = "model.per_layer_projection_norm"
+    input_gate: str = "per_layer_input_gate"
+    input_back: str = "per_layer_projection"
+    input_post_norm: str = "post_per_layer_input_norm"
     head: tuple[str, ...] = ()
     head_norms: tuple[str, ...] = ()
 
@@ -95,10 +105,11 @@ def weight_map(spec: ModelSpec, names: WeightNames) -> dict[str, Slot]:
 
     Experts have two spellings, one by one and stacked; every other place has one.
     """
-    entries = list(_outside_of_layers(spec, names))
+    entries = [*_outside_of_layers(spec, names), *_layer_inputs(spec, names)]
     for index, layer in enumerate(spec.layers):
         theirs, ours = names.layer.format(index) + ".", f"layers.{index}"
         entries += _layer_norms(spec, names, index, theirs)
+        entries += _behind_the_mlp(spec, names, theirs, ours)
         entries += _attention(spec.hidden_size, layer.attention, names, theirs, f"{ours}.attention")
         if isinstance(layer.mlp, MLPSpec):
             up, down = tuple(theirs + name for name in names.up), theirs + names.down
@@ -135,6 +146,27 @@ def _outside_of_layers(spec: ModelSpec, names: WeightNames) -> Iterator[Entry]:
             yield from _linear(name, f"classifier.{i}", dense.out_features, dense.in_features, bias=dense.bias)
             if dense.norm is not None:
                 yield from _norm(dense.norm, names.head_norms[i], f"classifier.{i}.norm", (dense.out_features,))
+
+
+def _layer_inputs(spec: ModelSpec, names: WeightNames) -> Iterator[Entry]:
+    if spec.layer_inputs is not None:
+        size = spec.layer_inputs.size
+        columns = spec.num_layers * size
+        table = Slot(parameter="layer_inputs.table.weight", shape=(spec.layer_inputs.rows, columns))
+        yield f"{names.input_table}.weight", table
+        yield from _linear(names.input_project, "layer_inputs.project", columns, spec.hidden_size, bias=False)
+        yield from _norm(spec.layer_inputs.norm, names.input_norm, "layer_inputs.norm", (size,))
+
+
+def _behind_the_mlp(spec: ModelSpec, names: WeightNames, theirs: str, ours: str) -> Iterator[Entry]:
+    hidden = spec.hidden_size
+    if spec.layer_inputs is not None:
+        size = spec.layer_inputs.size
+        yield from _linear(theirs + names.input_gate, f"{ours}.input.gate", size, hidden, bias=False)
+        yield from _linear(theirs + names.input_back, f"{ours}.input.project", hidden, size, bias=False)
+        yield from _stream_norm(spec, names, theirs + names.input_post_norm, f"{ours}.input.norm")
+    if spec.layer_scalars:
+        yield theirs + names.scalar, Slot(parameter=f"{ours}.scalar", shape=(1,))
 
 
 def _stream_norm(spec: ModelSpec, names: WeightNames, theirs: str, ours: str) -> Iterator[Entry]:
