@@ -330,6 +330,35 @@ def test_bad_sizes(name, value):
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported"),
         ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a number above 0, got 0"),
         ("gemma2", {"final_logit_softcapping": "on"}, "final_logit_softcapping must be a number, got 'on'"),
+        (
+            "gemma4_text",
+            {"use_bidirectional_attention": "all"},
+            "use_bidirectional_attention other than False or 'vision",
+        ),
+        ("gemma4_text", {"enable_moe_block": True}, "enable_moe_block other than False is not supported, got True"),
+        (
+            "gemma4_text",
+            {"vocab_size_per_layer_input": 100},
+            "vocab_size_per_layer_input must be at least vocab_size=101",
+        ),
+        ("gemma4_text", {"num_kv_shared_layers": 4}, "num_kv_shared_layers leaves none of the first 0 layers"),
+        ("gemma4_text", {"num_kv_shared_layers": 3}, "leaves none of the first 1 layers with keys that layer 1 reads"),
+        ("gemma4_text", {"per_layer_config": {"1": {"sliding_window": 3}}}, "per_layer_config must have head_dim and"),
+        ("gemma4_text", {"global_head_dim": 20}, "head_size must be a multiple of 8 from 16 to 512, got 20"),
+        (
+            "gemma4_text",
+            {
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 2.0},
+                    "sliding_attention": {},
+                }
+            },
+            "partial_rotary_factor must be at most 1, got 2.0",
+        ),
+        ("laguna", {"gating": "per-layer"}, "gating other than True or 'per-head' or 'per-element' is not supported"),
+        ("laguna", {"moe_apply_router_weight_on_input": True}, "moe_apply_router_weight_on_input other than False"),
+        ("laguna", {"num_attention_heads_per_layer": [4, 8]}, "num_attention_heads_per_layer must be an integer of"),
+        ("laguna", {"num_attention_heads_per_layer": [4, 3, 4]}, r"num_heads \(3\) must be a multiple of num_kv_heads"),
         ("gemma3_text", {"attn_logit_softcapping": 3.0}, "attn_logit_softcapping=3.0 is not supported"),
         ("gpt_oss", {"swiglu_limit": 6.0}, "swiglu_limit other than 7.0 is not supported, got 6.0"),
         ("mixtral", {"num_experts_per_tok": 5}, "top_k must be from 1 to the 4 experts"),

@@ -190,6 +190,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "afmoe",
         {"mup_enabled": False, "attention_bias": True, "layer_types": None, "global_attn_every_n_layers": 2},
     ),
+    "laguna-gates-of-elements": (
+        "laguna",
+        {
+            "gating": "per-element",
+            "num_attention_heads_per_layer": None,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "moe_router_logit_softcapping": 0.4,
+            "attention_bias": True,
+            "rope_parameters": None,
+            "layer_types": None,
+        },
+    ),
     "exaone-moe-pattern": (
         "exaone_moe",
         {"layer_types": None, "sliding_window_pattern": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0},

@@ -48,6 +48,9 @@ def test_layers_that_read_others_have_no_cache():
     spec = dataclasses.replace(SPEC, layers=(LAYER, WIDE, LAYER, SHARED, dataclasses.replace(SHARED, keys_from=4)))
     assert spec.caches == ((2, 16), (1, 32), (2, 16)) and list(spec.cache_of_layer) == [0, 1, 2, 2, 0]
     assert spec.distinct_layers() == [0, 1, 2, 3] and behind == SHARED
+    layers = (LAYER, LAYER, WIDE, WIDE, dataclasses.replace(SHARED, keys_from=4))
+    small = dataclasses.replace(SPEC, layers=layers).without_repeats()
+    assert small.layers == (LAYER, LAYER, WIDE, SHARED) and list(small.cache_of_layer) == [0, 1, 2, 1]
     with pytest.raises(ValueError, match="own_keys=True does not go with keys_from=2"):
         dataclasses.replace(LAYER, keys_from=2)
 

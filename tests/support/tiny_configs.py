@@ -434,6 +434,21 @@ _EXTRA: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "mup_enabled": True,
     },
+    "laguna": {
+        "head_dim": 24,
+        "num_attention_heads_per_layer": [4, 8, 4],
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_routed_scaling_factor": 2.5,
+        "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 100000.0, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 1.0},
+        },
+    },
     "exaone_moe": {
         "head_dim": 24,
         "moe_intermediate_size": 24,

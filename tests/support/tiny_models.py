@@ -35,6 +35,8 @@ _RENAMED = {
     ".block_sparse_moe.": ".mlp.",
     "embed_out.": "lm_head.",
     ".mlp.moe_statics.": ".mlp.gate.moe_statics.",
+    ".mlp.experts.e_score_correction_bias": ".mlp.gate.e_score_correction_bias",
+    ".mlp.shared_expert.": ".mlp.shared_experts.",
 }
 
 

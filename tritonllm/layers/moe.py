@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tritonllm.experts.placement import taken_slots
-from tritonllm.kernels import Weight, count_experts, fused_moe, moe_from_logits, moe_logits, moe_route
+from tritonllm.kernels import Weight, cap_logits, count_experts, fused_moe, moe_from_logits, moe_logits, moe_route
 from tritonllm.kernels.dense import row_by_row
 from tritonllm.layers.exchanged_rows import ExchangedRows
 from tritonllm.layers.expert_counts import LayerCounter
@@ -33,6 +33,7 @@ class MoESpec:
         router_bias: whether a bias is added to the router's logits.
         router_float32: whether the router's weight is float32 in every dtype, as are the rows that it multiplies (ERNIE
             4.5).
+        router_softcap: replaces the router's logits by ``cap * tanh(logit / cap)``; 0 for none (Laguna).
         scoring: the function that makes scores of the logits, ``softmax`` or ``sigmoid``.
         renormalize: the chosen experts' weights sum to one.
         correction_bias: added to the scores for the choice only (DeepSeek-V3).
@@ -60,6 +61,7 @@ class MoESpec:
     bias: bool = False
     router_bias: bool = False
     router_float32: bool = False
+    router_softcap: float = 0.0
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     renormalize: bool = True
     correction_bias: bool = False
@@ -165,11 +167,13 @@ class MoE(nn.Module):
             columns = self.spec.num_experts if self.batch_invariant else None
             together = self.router.together
             logits = linear_float32(rows.to(weight.data.dtype), weight, bias, columns=columns, together=together)
-            return Addend(self, Routed(rows, logits, counter, exchanged))
-        norm, spec = x.norm, x.norm.spec
-        assert norm.weight is not None
-        numbers = {"norm_eps": spec.eps, "norm_weight_offset": spec.weight_offset}
-        logits, rows = moe_logits(rows, weight, norm.weight, bias, **numbers, constant_weight=True)
+        else:
+            norm, spec = x.norm, x.norm.spec
+            assert norm.weight is not None
+            numbers = {"norm_eps": spec.eps, "norm_weight_offset": spec.weight_offset}
+            logits, rows = moe_logits(rows, weight, norm.weight, bias, **numbers, constant_weight=True)
+        if self.spec.router_softcap:
+            cap_logits(logits, softcap=self.spec.router_softcap)
         return Addend(self, Routed(rows, logits, counter, exchanged))
 
     def alone(self, x: Routed) -> torch.Tensor:

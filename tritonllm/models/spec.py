@@ -142,6 +142,19 @@ class ModelSpec:
                 places.append(place)
         return places
 
+    def without_repeats(self) -> "ModelSpec":
+        """The model with one layer of each kind (:meth:`distinct_layers`). One that reads another's keys reads those of
+        the last layer of that one's kind."""
+        places, layers = self.distinct_layers(), list[LayerSpec]()
+        for place in places:
+            layer = self.layers[place]
+            if layer.keys_from:
+                source = self.layers[place - layer.keys_from]
+                at = max(at for at, other in enumerate(layers) if other == source)
+                layer = dataclasses.replace(layer, keys_from=len(layers) - at)
+            layers.append(layer)
+        return dataclasses.replace(self, layers=tuple(layers))
+
     @property
     def experts(self) -> dict[int, int]:
         """Places of the layers that have experts, and how many each has."""

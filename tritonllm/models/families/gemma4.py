@@ -16,6 +16,10 @@ from tritonllm.models.spec import LayerSpec
 from tritonllm.models.weight_names import WeightNames
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+_ROTATIONS: dict[str, Any] = {
+    _SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
+    _FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
+}
 
 
 def _gemma4(config: ConfigReader) -> dict[str, Any]:
@@ -46,6 +50,7 @@ def _gemma4(config: ConfigReader) -> dict[str, Any]:
 
 
 def _attention(config: ConfigReader, place: int, window: int | None, norm: NormSpec) -> AttentionSpec:
+    config = ConfigReader({**config, "rope_parameters": config.get("rope_parameters") or _ROTATIONS})
     of_layer = _heads(config, place) if window is None else config
     return attention(
         of_layer,
@@ -119,10 +124,6 @@ _GEMMA4: dict[str, Any] = {
     "num_kv_shared_layers": 0,
     "vocab_size_per_layer_input": 262144,
     "hidden_size_per_layer_input": 256,
-    "rope_parameters": {
-        _SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
-        _FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
-    },
 }
 _READS = frozenset({"final_logit_softcapping", "use_bidirectional_attention", "num_experts"})
 
