@@ -490,6 +490,11 @@ def test_only_families_that_draft_have_extra_layers():
     assert not is_extra(glm, "model.layers.2.mlp.gate.weight") and not is_extra(glm, "model.layers.4.eh_proj.weight")
     assert not is_extra(glm, "model.layers.30.eh_proj.weight")
     assert not is_extra(qwen, "model.layers.3.eh_proj.weight")
+    gemma = spec_from_config(tiny_config("gemma4_text"))  # the last layer reads the keys of another
+    assert is_extra(gemma, "model.layers.3.self_attn.k_proj.weight")
+    assert is_extra(gemma, "model.layers.3.self_attn.k_norm.weight")
+    assert not is_extra(gemma, "model.layers.3.self_attn.q_norm.weight")
+    assert not is_extra(gemma, "model.layers.2.self_attn.v_proj.bias")
     ernie = spec_from_config(tiny_config("ernie4_5_moe"))
     exaone = spec_from_config(tiny_config("exaone_moe"))
     assert is_extra(exaone, "mtp.layers.0.mlp.up_proj.weight") and not is_extra(exaone, "model.layers.3.fc.weight")

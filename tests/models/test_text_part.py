@@ -57,6 +57,21 @@ CASES = {
         {"model_type": "siglip_vision_model"},
         {"mm_tokens_per_image": 4, "image_token_index": 90},
     ),
+    "gemma4": (
+        "gemma4",
+        {
+            "model_type": "gemma4_text",
+            "sliding_window": 6,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "global_head_dim": 32,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 101,
+        },
+        {"model_type": "gemma4_vision", "num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 16},
+        {"image_token_id": 90, "pad_token_id": 0},
+    ),
     "mistral3": (
         "mistral3",
         {"model_type": "mistral"},
