@@ -335,7 +335,8 @@ def test_bad_sizes(name, value):
             {"use_bidirectional_attention": "all"},
             "use_bidirectional_attention other than False or 'vision",
         ),
-        ("gemma4_text", {"enable_moe_block": True}, "enable_moe_block other than False is not supported, got True"),
+        ("gemma4_text", {"num_experts": None}, "num_experts must be an integer of at least 1, got None"),
+        ("gemma4_text", {"top_k_experts": 5}, "top_k must be from 1 to the 4 experts to choose from, got 5"),
         (
             "gemma4_text",
             {"vocab_size_per_layer_input": 100},

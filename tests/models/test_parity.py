@@ -102,7 +102,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 5,
             "layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 2, "full_attention"],
             "num_kv_shared_layers": 3,
-            "use_double_wide_mlp": True,
+            "enable_moe_block": False,
             "attention_k_eq_v": False,
             "num_key_value_heads": 1,
         },

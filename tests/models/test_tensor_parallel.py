@@ -112,6 +112,8 @@ EXPERTS = {  # of each family so many that 4 ranks have equally many
     "llama4_text": {},
     "aria_text": {},
     "dbrx": {},
+    "gemma4_text": {},
+    "laguna": {},
 }
 
 

@@ -35,10 +35,15 @@ class LastProduct(Protocol):
 
 
 class Addend(NamedTuple):
-    """A block's result but for its last product, which may take the addition along."""
+    """A block's result but for its last product, which may take the addition along.
+
+    Attributes:
+        whole: the result is no rank's part of a sum, although there are several ranks.
+    """
 
     product: LastProduct
     x: Any
+    whole: bool = False
 
     def alone(self) -> torch.Tensor:
         """The result, added to nothing."""
@@ -119,7 +124,7 @@ class Stream:
             self._input = block.product.add_and_normalize(self.rows, block.x, following, self._scale)
         else:
             result = block.product.alone(block.x)
-            self._partial = self._group.size > 1
+            self._partial = self._group.size > 1 and not block.whole
             if after is not None:
                 if self._partial:
                     result, self._partial = self._group.all_reduce(result), False

@@ -58,7 +58,7 @@ class DecoderLayer(nn.Module):
         if isinstance(layer.mlp, MLPSpec):
             self.mlp = MLP(spec.hidden_size, layer.mlp, dtype=dtype, device=device)
         else:
-            self.mlp = MoE(spec.hidden_size, layer.mlp, dtype=dtype, device=device)
+            self.mlp = MoE(spec.hidden_size, layer.mlp, dtype=dtype, device=device, group=group)
         self.mlp_post_norm = norm(after)
         self.input = None
         if spec.layer_inputs is not None:
@@ -128,7 +128,7 @@ class DecoderLayer(nn.Module):
             x = stream.enter(self.mlp_norm, plan.mlp_norm)
         elif rows is not None:
             x = BlockInput(x.rows.index_select(0, rows))
-        addend = self.mlp(x, counter, exchanged) if isinstance(self.mlp, MoE) else self.mlp(x)
+        addend = self.mlp(x, counter, exchanged, stream.rows) if isinstance(self.mlp, MoE) else self.mlp(x)
         stream.add(addend, plan.mlp_add, after=self.mlp_post_norm, following=following)
         if self.input is not None:
             assert stream.layer_inputs is not None

@@ -106,6 +106,8 @@ class ModelSpec:
             raise ValueError("layers must not be empty")
         for place, layer in enumerate(self.layers):
             source = None if layer.keys_from > place else self.layers[place - layer.keys_from].attention
+            if isinstance(layer.mlp, MoESpec) and layer.mlp.apart is not None and self.norm_position != "sandwich":
+                raise ValueError(f"layer {place}: experts apart need norm_position='sandwich'")
             if layer.keys_from and (source is None or not source.own_keys or source.cache != layer.attention.cache):
                 raise ValueError(
                     f"keys_from: the layer {layer.keys_from} before layer {place} must have keys of its own, of the "

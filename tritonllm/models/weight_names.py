@@ -43,6 +43,9 @@ class WeightNames:
         scalar: the number that multiplies the stream behind a layer; no ``.weight`` follows (Gemma 4).
         input_table, input_project, input_norm: what makes the inputs of all layers (Gemma 4).
         input_gate, input_back, input_post_norm: what a layer does with its input.
+        router_norm: the weight of the norm of the router's input, where experts are apart (Gemma 4); no ``.weight``
+            follows, nor behind ``expert_scale``, the numbers that multiply the experts' weights.
+        experts_norm, experts_post_norm, shared_post_norm: the other norms of such a block.
         head: dense layers in the place of the output projection, and their norms.
     """
 
@@ -96,6 +99,11 @@ class WeightNames:
     input_gate: str = "per_layer_input_gate"
     input_back: str = "per_layer_projection"
     input_post_norm: str = "post_per_layer_input_norm"
+    router_norm: str = ""
+    experts_norm: str = ""
+    experts_post_norm: str = ""
+    shared_post_norm: str = ""
+    expert_scale: str = ""
     head: tuple[str, ...] = ()
     head_norms: tuple[str, ...] = ()
 
@@ -298,6 +306,13 @@ def _moe(hidden: int, spec: MoESpec, names: WeightNames, theirs: str, ours: str)
         row = names.correction_bias_is_row
         shape = (1, spec.num_experts) if row else (spec.num_experts,)
         yield theirs + names.correction_bias, Slot(parameter=f"{ours}.correction_bias", shape=shape, is_row=row)
+    if spec.apart is not None:
+        yield theirs + names.router_norm, Slot(parameter=f"{ours}.norms.router.weight", shape=(hidden,))
+        norms = (names.experts_norm, "experts"), (names.experts_post_norm, "after")
+        for name, place in (*norms, (names.shared_post_norm, "shared_after")):
+            yield from _norm(spec.apart, theirs + name, f"{ours}.norms.{place}", (hidden,))
+    if spec.expert_scales:
+        yield theirs + names.expert_scale, Slot(parameter=f"{ours}.expert_scale", shape=(spec.num_experts,))
     if names.flat_up:
         yield from _flat_experts(hidden, spec, names, theirs, ours)
     elif names.stacked_transposed:

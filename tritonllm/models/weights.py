@@ -124,7 +124,7 @@ def copy_tensors(model: Decoder, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def dummy_weights(model: Decoder, seed: int) -> None:
-    """Fill ``model`` with numbers from ``seed``: factors of norms and layers 1, the rest normal with deviation 0.02.
+    """Fill ``model`` with numbers from ``seed``: all factors 1, the rest normal with standard deviation 0.02.
 
     They are drawn where the weights are, which on a GPU is quick for billions, so a seed gives the same values on
     devices of one type and for one dtype only. A rank of several draws each parameter whole and keeps its part; what
@@ -139,7 +139,7 @@ def dummy_weights(model: Decoder, seed: int) -> None:
         if isinstance(module, Norm) and full.endswith(".weight"):
             if parameter is not None:
                 parameter.fill_(1.0 - module.spec.weight_offset)
-        elif full.endswith(".scalar"):
+        elif full.endswith((".scalar", ".expert_scale")):
             if parameter is not None:
                 parameter.fill_(1.0)
         elif parameter is not None and split is None:

@@ -9,6 +9,8 @@ from typing import Any
 
 from tritonllm.layers.attention import AttentionSpec
 from tritonllm.layers.layer_inputs import LayerInputSpec
+from tritonllm.layers.mlp import MLPSpec
+from tritonllm.layers.moe import MoESpec
 from tritonllm.layers.norm import NormSpec
 from tritonllm.models.config_reader import ConfigReader
 from tritonllm.models.families.common import Family, always, attention, check_fixed, head_size, mlp, rms_norm
@@ -23,7 +25,7 @@ _ROTATIONS: dict[str, Any] = {
 
 
 def _gemma4(config: ConfigReader) -> dict[str, Any]:
-    check_fixed(config, use_bidirectional_attention=(False, "vision"), enable_moe_block=(False,))  # of images alone
+    check_fixed(config, use_bidirectional_attention=(False, "vision"))  # of images alone
     norm, count = rms_norm(config), config.size("num_hidden_layers")
     windows = config.windows([(i + 1) % 6 != 0 and i + 1 < count for i in range(count)])
     if windows[-1] is not None:  # transformers makes the last layer see everything, whatever the file says
@@ -33,11 +35,13 @@ def _gemma4(config: ConfigReader) -> dict[str, Any]:
     inner = {True: mlp(config), False: mlp(config)}
     if config.flag("use_double_wide_mlp"):
         inner[False] = dataclasses.replace(inner[False], intermediate_size=2 * inner[False].intermediate_size)
-    layers = []
+    layers, experts = [], config.flag("enable_moe_block")
     for place, attends_here in enumerate(attends):
         back = 0 if place < count - shared else _distance(windows, place, count - shared)
         attends_here = dataclasses.replace(attends_here, own_keys=back == 0)
-        layers.append(LayerSpec(attention=attends_here, mlp=inner[back == 0], keys_from=back))
+        block = inner[back == 0]
+        mixed = _experts(config, norm, block) if experts else block
+        layers.append(LayerSpec(attention=attends_here, mlp=mixed, keys_from=back))
     return {
         "norm": norm,
         "norm_position": "sandwich",
@@ -47,6 +51,18 @@ def _gemma4(config: ConfigReader) -> dict[str, Any]:
         "layer_scalars": True,
         "layer_inputs": _layer_inputs(config, norm),
     }
+
+
+def _experts(config: ConfigReader, norm: NormSpec, shared: MLPSpec) -> MoESpec:
+    return MoESpec(
+        num_experts=config.size("num_experts"),
+        top_k=config.size("top_k_experts"),
+        intermediate_size=config.size("moe_intermediate_size"),
+        activation=config.activation(),
+        expert_scales=True,
+        shared=shared,
+        apart=norm,
+    )
 
 
 def _attention(config: ConfigReader, place: int, window: int | None, norm: NormSpec) -> AttentionSpec:
@@ -109,6 +125,16 @@ _NAMES = WeightNames(
     attention_post_norm="post_attention_layernorm",
     mlp_norm="pre_feedforward_layernorm",
     mlp_post_norm="post_feedforward_layernorm",
+    router="router.proj",
+    router_norm="router.scale",
+    expert_scale="router.per_expert_scale",
+    experts_norm="pre_feedforward_layernorm_2",
+    experts_post_norm="post_feedforward_layernorm_2",
+    shared_post_norm="post_feedforward_layernorm_1",
+    expert_up=(),
+    stacked_up="experts.gate_up_proj",
+    stacked_down="experts.down_proj",
+    shared="mlp",
 )
 _GEMMA4: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
