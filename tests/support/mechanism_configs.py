@@ -623,6 +623,33 @@ MECHANISMS: dict[str, dict[str, Any]] = {
 }
 # The same of models whose parity alone is asked for, on a GPU.
 MORE_MECHANISMS: dict[str, dict[str, Any]] = {
+    "gemma-4-26b-a4b (128 experts beside an MLP, with norms of their own)": {
+        **_RMS,
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        "vocab_size": 262144,
+        "hidden_size": 2816,
+        "hidden_size_per_layer_input": 0,
+        "intermediate_size": 2112,
+        "moe_intermediate_size": 704,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "num_global_key_value_heads": 2,
+        "attention_k_eq_v": True,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 262144,
+        "enable_moe_block": True,
+        "num_experts": 128,
+        "top_k_experts": 8,
+        "sliding_window": 1024,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "final_logit_softcapping": 30.0,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+    },
     "gemma-4-31b (values from the keys, fewer and larger heads in every sixth layer)": {
         **_RMS,
         "architectures": ["Gemma4ForCausalLM"],
