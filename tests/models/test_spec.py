@@ -4,6 +4,7 @@ import pytest
 
 from tritonllm.layers.attention import AttentionSpec
 from tritonllm.layers.mlp import MLPSpec
+from tritonllm.layers.moe import MoESpec
 from tritonllm.layers.norm import NormSpec
 from tritonllm.layers.rope import RopeSpec
 from tritonllm.models.spec import LayerSpec, ModelSpec
@@ -33,6 +34,9 @@ def test_what_the_engine_asks_for():
 
 WIDE = dataclasses.replace(LAYER, attention=dataclasses.replace(ATTENTION, num_kv_heads=1, head_size=32))
 SHARED = dataclasses.replace(LAYER, attention=dataclasses.replace(ATTENTION, own_keys=False), keys_from=1)
+
+
+APART = MoESpec(num_experts=2, top_k=1, intermediate_size=8, shared=LAYER.mlp, apart=NormSpec(kind="rms", eps=1e-6))
 
 
 def test_heads_differ_between_layers():
@@ -78,6 +82,10 @@ def test_bad_attention(change, message):
         ({"layers": (SHARED, LAYER)}, "keys_from: the layer 1 before layer 0 must have keys of its own"),
         ({"layers": (LAYER, SHARED, SHARED)}, "keys_from: the layer 1 before layer 2 must have keys of its own"),
         ({"layers": (WIDE, SHARED)}, r"keys_from: the layer 1 before layer 1 must .*, of the shape \(2, 16\)"),
+        (
+            {"layers": (LAYER, dataclasses.replace(LAYER, mlp=APART))},
+            "layer 1: experts apart need norm_position='sandwich'",
+        ),
         ({"parallel": "one norm", "norm_position": "post"}, "parallel='one norm' needs norm_position='pre'"),
     ],
 )
