@@ -223,17 +223,18 @@ def _plan(model: Decoder, stored: Mapping[str, StoredTensor], where: str) -> _Pl
     (slots, embedding, outputs), (shards, group) = _places(model), _shards(model)
     accepted = _accepted_names(slots, text_of=bool(model.spec.text_of))
     home: dict[str, str] = {}  # name of the slot -> name in the checkpoint
+    fitting: dict[str, Slot] = {}  # by the name in the checkpoint
     for name, tensor in stored.items():
         if name not in accepted and (is_derived(name, tensor) or is_extra(model.spec, name)):
             continue
-        _check_tensor(name, tensor, slots.get(accepted.get(name, "")))
+        fitting[name] = _slot_of(name, tensor, slots.get(accepted.get(name, "")))
         if accepted[name] in home:
             raise ValueError(f"{where}tensors {home[accepted[name]]} and {name} are two names of one")
         home[accepted[name]] = name
     twins = [(home.pop(name), home[embedding]) for name in outputs if name in home and embedding in home]
     _check_complete(slots, home, where)
-    by_name = {name: slots[slot] for slot, name in home.items()}
-    by_name = {name: by_name[name] for name in stored if name in by_name}
+    read = set(home.values())
+    by_name = {name: fitting[name] for name in stored if name in read}
     own = {slot.parameter for slot in by_name.values() if model.stage.holds(slot.parameter)}
     parts = {
         name: cuts(slot, shards.get(slot.parameter), group.rank, group.size) if slot.parameter in own else []
@@ -293,10 +294,9 @@ class WeightWriter:
         if name not in self._accepted and (is_derived(name, stored) or is_extra(self._model.spec, name)):
             return
         place = self._accepted.get(name, "")
-        _check_tensor(name, stored, self._slots.get(place))
+        slot = _slot_of(name, stored, self._slots.get(place))
         if not self._allow_nan and not bool(torch.isfinite(tensor).all()):
             raise ValueError(f"tensor {name} has values that are NaN or infinite: allow_nan=True takes them")
-        slot = self._slots[place]
         slot.write(self._parameters[slot.parameter], tensor)
         self._written[place] = name
 
@@ -334,7 +334,8 @@ def is_derived(name: str, tensor: StoredTensor) -> bool:
     return bool(_DERIVED.search(name)) or (bool(_MASK.search(name)) and len(tensor.shape) == 4)
 
 
-def _check_tensor(name: str, tensor: StoredTensor, slot: Slot | None) -> None:
+def _slot_of(name: str, tensor: StoredTensor, slot: Slot | None) -> Slot:
+    """The slot for a tensor as it lies in the checkpoint, once it is checked."""
     label = f"tensor {name}" if tensor.path is None else f"{tensor.path}: tensor {name}"
     if tensor.dtype not in BITS:
         raise ValueError(
@@ -342,8 +343,10 @@ def _check_tensor(name: str, tensor: StoredTensor, slot: Slot | None) -> None:
         )
     if slot is None:
         raise ValueError(f"{label} has no place in the model that config.json describes")
-    if tensor.shape != slot.shape:
+    fitting = slot.as_in(tensor.shape)
+    if tensor.shape != fitting.shape:
         raise ValueError(f"{label} has shape {list(tensor.shape)}, but config.json asks for {list(slot.shape)}")
+    return fitting
 
 
 def _check_complete(slots: Mapping[str, Slot], home: Mapping[str, str], where: str) -> None:
