@@ -51,11 +51,13 @@ class PagedStep:
         metadata: the batch.
         kv_cache: one view per layer.
         windows: per layer, the keys that a token sees, itself included; ``None`` for all.
+        first: the number that the model gives the first of these layers: of a later stage not 0.
     """
 
     metadata: AttentionMetadata
     kv_cache: Sequence[KVCacheView]
     windows: Sequence[int | None]
+    first: int = 0
 
     def attend(
         self,
@@ -68,11 +70,12 @@ class PagedStep:
         softcap: float,
     ) -> torch.Tensor:
         """``q[T, H, D]``, ``k[T, K, D]`` and ``v[T, K, D]`` -> ``[T, H, D]``; stores the keys and values."""
-        cache = self.kv_cache[layer]
+        place = layer - self.first
+        cache = self.kv_cache[place]
         store_kv(k, v, cache.k, cache.v, self.metadata.slot_mapping)
         if self.metadata.stored is not None:
-            self.metadata.stored(layer)
-        options: dict[str, Any] = {"scale": scale, "window": self.windows[layer], "softcap": softcap, "sinks": sinks}
+            self.metadata.stored(place)
+        options: dict[str, Any] = {"scale": scale, "window": self.windows[place], "softcap": softcap, "sinks": sinks}
         return paged_attention(q, self.metadata, cache, **options)
 
 

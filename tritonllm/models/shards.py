@@ -185,6 +185,17 @@ def local_shape(shape: tuple[int, ...], split: Split | Once | None, rank: int, s
     return (*shape[: split.axis], mine, *shape[split.axis + 1 :])
 
 
+def keep_part(parameter: torch.Tensor, whole: torch.Tensor, split: Split | Once, rank: int, size: int) -> None:
+    """Overwrite a rank's ``parameter`` with its part of the whole one."""
+    if isinstance(split, Split):
+        parts = [whole.narrow(split.axis, r.start, len(r)) for r in split.held(rank, size)]
+        torch.cat(parts, dim=split.axis, out=parameter)
+    elif rank == 0:
+        parameter.copy_(whole)
+    else:
+        parameter.zero_()
+
+
 def cuts(slot: Slot, split: Split | Once | None, rank: int, size: int) -> list[Cut]:
     """What a rank reads of the tensor that fills ``slot`` of a whole parameter."""
     if size == 1 or split is None:

@@ -68,11 +68,6 @@ def stages_of(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]], count: int
     Raises:
         ValueError: there are fewer layers than stages.
     """
-    if count > spec.num_layers:
-        raise ValueError(
-            f"pipeline_parallel_size={count} must be at most {spec.num_layers}, the number of layers of "
-            f"{spec.architecture}: each stage needs one"
-        )
     costs, head = [0] * spec.num_layers, 0
     for name, shape in shapes.items():
         layer = _LAYER.match(name)
@@ -80,6 +75,25 @@ def stages_of(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]], count: int
             costs[int(layer[1])] += math.prod(shape)
     if spec.logits:
         head = math.prod(shapes["embed.weight" if spec.tie_word_embeddings else "lm_head.weight"])
+    return stages_by_cost(spec.architecture, costs, head, count)
+
+
+def stages_by_cost(architecture: str, costs: Sequence[int], head: int, count: int) -> list[Stage]:
+    """As :func:`stages_of`, of a model that is known by what is read of it for a token.
+
+    Args:
+        architecture: the model's name, for the error.
+        costs: the number of weights of each layer.
+        head: the number of weights of the output projection.
+
+    Raises:
+        ValueError: there are fewer layers than stages.
+    """
+    if count > len(costs):
+        raise ValueError(
+            f"pipeline_parallel_size={count} must be at most {len(costs)}, the number of layers of "
+            f"{architecture}: each stage needs one"
+        )
     ends = _cut(costs, count, head)
     ranges = [range(*pair) for pair in zip([0, *ends[:-1]], ends, strict=True)]
     return [Stage(i, layers, first=i == 0, last=i == count - 1) for i, layers in enumerate(ranges)]

@@ -24,7 +24,7 @@ from tritonllm.layers.norm import Norm
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.families import is_extra, weight_map
 from tritonllm.models.finite import not_finite, refuse
-from tritonllm.models.shards import Cut, Once, Split, cuts, expert_splits, local_shape, splits
+from tritonllm.models.shards import Cut, Once, Split, cuts, expert_splits, keep_part, local_shape, splits
 from tritonllm.models.slots import PIECE, Slot, parameter_shape, unfilled
 from tritonllm.models.spec import ModelSpec
 from tritonllm.models.tensor_files import (
@@ -144,7 +144,7 @@ def dummy_weights(model: Decoder, seed: int) -> None:
         else:
             drawn = some.new_empty(whole[full]).normal_(0.0, 0.02, generator=generator)
             if parameter is not None and split is not None:
-                _keep(parameter, drawn, split, ranks)
+                keep_part(parameter, drawn, split, ranks.rank, ranks.size)
 
 
 def _shards(model: Decoder) -> tuple[dict[str, Split | Once], Group]:
@@ -178,16 +178,6 @@ def _shapes(slots: Mapping[str, Slot]) -> dict[str, tuple[int, ...]]:
     for slot in slots.values():
         by_parameter.setdefault(slot.parameter, []).append(slot)
     return {name: parameter_shape(of_one) for name, of_one in by_parameter.items()}
-
-
-def _keep(parameter: torch.Tensor, whole: torch.Tensor, split: Split | Once, group: Group) -> None:
-    if isinstance(split, Split):
-        parts = [whole.narrow(split.axis, r.start, len(r)) for r in split.held(group.rank, group.size)]
-        torch.cat(parts, dim=split.axis, out=parameter)
-    elif group.leads:
-        parameter.copy_(whole)
-    else:
-        parameter.zero_()
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,15 +51,13 @@ from tritonllm.kernels.runtime.tuning import name_in_tables
 from tritonllm.models import checkpoint
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.expert_checks import check_agreement, check_counted, dealt_out
-from tritonllm.models.fallback_decoder import FallbackSpec
+from tritonllm.models.fallback_decoder import FallbackSpec, TransformersDecoder
 from tritonllm.models.interface import CausalLM, ModelFacts
 from tritonllm.models.invariance import check_invariance
-from tritonllm.models.loading import load_model, read_spec
-from tritonllm.models.local_spec import check, check_context
+from tritonllm.models.loading import load_model, read_spec, read_stages
 from tritonllm.models.sentence_transformers import SentenceModules, read_modules
 from tritonllm.models.spec import ModelSpec
-from tritonllm.models.stages import stages_of
-from tritonllm.models.weights import parameter_shapes
+from tritonllm.models.stages import Stage
 from tritonllm.system.cpu_threads import granted_cores, threads_for
 from tritonllm.system.host_memory import check_offloading
 
@@ -158,12 +156,14 @@ class Origin(NamedTuple):
     """What checkpoints say of themselves before their weights are read.
 
     Attributes:
+        stages: which layers each stage of the pipeline has.
         limit: the longest sequence that model and user allow.
         draft: the draft model, if the configuration has one. It is whole on every rank.
     """
 
     folder: Path
     spec: ModelSpec | FallbackSpec
+    stages: Sequence[Stage]
     modules: SentenceModules | None
     limit: int
     draft: ModelSpec | None
@@ -193,22 +193,16 @@ def read_origin(config: EngineConfig) -> Origin:
     )
     classifies = model.convert == "classify"
     spec = read_spec(folder, trust_remote_code=model.trust_remote_code, as_classifier=classifies)
-    if parallel.world_size > 1 and not isinstance(spec, ModelSpec):
-        raise ValueError(
-            f"{parallel.sizes}: {spec.architecture} runs through transformers, which is one rank's: leave it at 1"
-        )
     if isinstance(spec, ModelSpec):
         spec = dealt_out(spec, parallel)
-        check(spec, size)
-        check_context(spec, size, parallel.decode_context_parallel_size)
-        stages_of(spec, parameter_shapes(spec), parallel.pipeline_parallel_size)
+    stages = read_stages(folder, spec, parallel, trust_remote_code=model.trust_remote_code)
     if config.count_expert_load:
         check_counted(spec)
     if config.deterministic:
         check_invariance(spec, size)
     modules = None if model.runner == "generate" else read_modules(folder)
     limit = length_limit(model, spec, modules)
-    return Origin(folder, spec, modules, limit, read_draft_spec(config, spec, limit))
+    return Origin(folder, spec, stages, modules, limit, read_draft_spec(config, spec, limit))
 
 
 def prepare(config: EngineConfig, origin: Origin, device_index: int = 0) -> Prepared:
@@ -241,13 +235,11 @@ def load_part(origin: Origin, prepared: Prepared, team: Team) -> tuple[CausalLM,
     Raises:
         ValueError: as :func:`load_model`, or the ranks have read different placements of experts.
     """
-    model, spec, stage = prepared.config.model, origin.spec, None
+    model, spec = prepared.config.model, origin.spec
     check_agreement(prepared.config.parallel.expert_placement, spec, team.group)
     if prepared.device.type == "cpu":
         cores = max(1, granted_cores() // (team.size * team.exchange.size))
         torch.set_num_threads(threads_for(spec.hidden_size, torch.get_num_threads(), cores))
-    if isinstance(spec, ModelSpec):
-        stage = stages_of(spec, parameter_shapes(spec), team.pipe.stages)[team.pipe.stage]
     with named_convert(model):
         loaded = load_model(
             origin.folder,
@@ -262,10 +254,12 @@ def load_part(origin: Origin, prepared: Prepared, team: Team) -> tuple[CausalLM,
             group=team.group,
             context=team.context,
             exchange=team.exchange,
-            stage=stage,
+            stage=origin.stages[team.pipe.stage],
             batch_invariant=prepared.config.deterministic,
             counts_experts=prepared.config.count_expert_load,
         )
+    if isinstance(loaded, TransformersDecoder):  # what graphs hold decides what stages send each other
+        loaded.supports_graphs = bool(team.least(int(loaded.supports_graphs)))
     if not team.pipe.first:
         return loaded, None
     return loaded, load_draft(prepared.config, origin.draft, loaded, prepared.device, origin.limit)

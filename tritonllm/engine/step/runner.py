@@ -38,6 +38,7 @@ from tritonllm.engine.step.warm_up import WarmUp
 from tritonllm.layers.moe import MoESpec
 from tritonllm.layers.regime import Regimes
 from tritonllm.models.decoder import Decoder
+from tritonllm.models.fallback_decoder import TransformersDecoder
 from tritonllm.models.interface import CausalLM
 
 NOTHING = dummy_step(0, [], rows=0, width=0)
@@ -99,7 +100,7 @@ class ModelRunner:
         self._drawing = Drawing(model, self._seats, sampler, pooler, self._group, device, tree)
         self._agreement = AgreementSampler(team.size)
         self._stage_transfer: StageTransfer | None = None
-        if isinstance(model, Decoder) and self._pipe.stages > 1:
+        if isinstance(model, Decoder | TransformersDecoder) and self._pipe.stages > 1:
             self._stage_transfer = StageTransfer(self._pipe, model, self._seats, team.size, device)
         self._sizes = StepSizes.of(config, model, self.drafts, max_model_len, self._pipe)
         self._planner: CascadePlanner | None = None
