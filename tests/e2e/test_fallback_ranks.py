@@ -1,13 +1,17 @@
-"""Models that run through transformers on several ranks, processes that meet by gloo, give the tokens of one process."""
+"""Models that run through transformers on ranks, processes that meet by gloo, give the tokens of one process."""
 
 import warnings
 from pathlib import Path
+from shutil import copytree
 
 import pytest
+import torch
 from models.causal_types import VOCABULARY, build, tiny
-from support.engines import greedy, tiny_llm, token_ids
+from safetensors.torch import load_file, save_file
+from support.engines import greedy, tiny_checkpoint, tiny_llm, token_ids
 from support.tiny_models import random_tokens
 from support.wishes import SIZES, generate
+from transformers import AutoModelForCausalLM
 
 from tritonllm import LLM, SamplingParams
 
@@ -93,3 +97,33 @@ def test_refused_before_work(folder, name):
     options, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
         llm_of(folder, **options)
+
+
+@pytest.fixture(scope="module")
+def other(folder, tmp_path_factory) -> Path:
+    """The same architecture with other weights."""
+    found = tmp_path_factory.mktemp("other") / "model"
+    copytree(folder, found)
+    for file in found.glob("*.safetensors"):
+        tensors = {name: tensor.flip(0).contiguous() for name, tensor in load_file(file).items()}
+        save_file(tensors, file, metadata={"format": "pt"})
+    return found
+
+
+def test_other_weights(folder, alone, other):
+    """Of a folder, or one by one; level 2 of sleep wants all of them."""
+    llm, fresh = llm_of(folder, enable_sleep_mode=True), answers(llm_of(other))
+    before = answers(alone)
+    llm.reload_weights(str(other))
+    assert answers(llm) == fresh != before
+    llm.sleep(level=2)
+    llm.wake_up()
+    trained = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    weights = list(trained.named_parameters())
+    llm.llm_engine.load_weights(weights[1:])
+    assert llm.engine.stats.takes_requests is False
+    assert llm.llm_engine.load_weights(weights[:1]) == {weights[0][0]}
+    assert answers(llm) == before
+    with pytest.raises(ValueError, match=r"reload_weights: .* holds a"):
+        llm.reload_weights(str(tiny_checkpoint()))
+    assert answers(llm) == before

@@ -18,6 +18,7 @@ from tritonllm.models.fallback import fallback_spec, fallback_stages
 from tritonllm.models.fallback_attention import register
 from tritonllm.models.fallback_decoder import FallbackSpec, TransformersDecoder
 from tritonllm.models.fallback_shards import sharing_of
+from tritonllm.models.fallback_weights import LiveWriter
 from tritonllm.models.stages import Stage
 
 LIMIT = 1e-5  # of the logits: sums in another order
@@ -190,3 +191,56 @@ def test_refused_before_weights_are_read(tmp_path):
     with pytest.raises(ValueError, match="pipeline_parallel_size=9 must be at most 4, the number of layers"):
         fallback_stages(tmp_path, spec, 1, 9)
     assert [len(stage.layers) for stage in fallback_stages(tmp_path, spec, 1, 2)] == [2, 2]
+
+
+def other_model(kind: str) -> Any:
+    lm = copy.deepcopy(whole_model(kind))
+    for parameter in lm.parameters():
+        parameter.data = parameter.data.flip(0).contiguous()
+    return lm
+
+
+@pytest.mark.parametrize("kind", ["beam", pytest.param("minimax_m3_vl_text", marks=long)])
+def test_other_weights(kind):
+    """All of another model, or one by one under the names of transformers' model, into the parts that are here."""
+    other = other_model(kind)
+    expected = reference_logits(other, TOKENS)
+
+    def work(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+        first, second = decoder_of(kind, group), decoder_of(kind, group)
+        places = [parameter.data_ptr() for parameter in first.parameters()]
+        first.weights.take(other)
+        assert places == [parameter.data_ptr() for parameter in first.parameters()]
+        writer = LiveWriter(second.weights)
+        for name, parameter in other.named_parameters():
+            assert not writer.complete
+            writer.write(name, parameter.data)
+        assert writer.complete
+        return logits_of(first), logits_of(second)
+
+    for pair in run_ranks(2, work):
+        assert all(relative_error(found, expected) < LIMIT for found in pair)
+
+
+def test_other_weights_of_stages():
+    stages, other = stages_of("beam", 2), other_model("beam")
+    for stage in stages.stages:
+        stage.weights.take(other)
+    assert relative_error(logits_of(stages), reference_logits(other, TOKENS)) < LIMIT
+
+
+def test_weights_that_do_not_fit():
+    model = decoder_of("beam")
+    writer, before = LiveWriter(model.weights), logits_of(model)
+    name, tensor = next(iter(whole_model("beam").state_dict().items()))
+    for wrong, other, message in (
+        ("model.nothing", tensor, r"tensor model.nothing has no place .* \(named_parameters\(\)\)"),
+        (name, tensor[1:], rf"tensor {name} has shape \[95, 64\], the model's has \[96, 64\]"),
+        (name, tensor * torch.nan, "has values that are NaN"),
+        (name, tensor.to(torch.int8), "is int8"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            writer.write(wrong, other)
+    with pytest.raises(ValueError, match=r"the new model is another one: its .* differs"):
+        model.weights.take(whole_model("laguna"))
+    assert torch.equal(logits_of(model), before)

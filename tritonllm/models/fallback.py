@@ -214,11 +214,11 @@ def load_fallback(
             message names a tensor), a value in ``config.json`` that transformers does not know, or a model that the
             probe refuses.
     """
-    whole = group.size == 1 and (stage is None or (stage.first and stage.last))
+    one = group.size == 1 and (stage is None or (stage.first and stage.last))
     lm = load_whole(
         folder,
         dtype=dtype,
-        device=device if whole else CPU,
+        device=device if one else CPU,
         trust_remote_code=trust_remote_code,
         load_format=load_format,
         seed=seed,

@@ -15,6 +15,7 @@ from tritonllm.layers.segments import Segment, Segments, decodes
 from tritonllm.models.fallback_attention import PAGED, PROBE, LayerCall, PagedStep, RecordedCalls
 from tritonllm.models.fallback_shards import cut, sharing_of
 from tritonllm.models.fallback_stages import AbsentLayer, States, keep_stage, layer_list, watched
+from tritonllm.models.fallback_weights import LiveWeights
 from tritonllm.models.stages import Stage
 
 # Of each of the probe's two sequences: a token, a chunk, a decode.
@@ -74,7 +75,9 @@ class TransformersDecoder(nn.Module):
 
     Attributes:
         spec: what this rank computes.
+        whole: what all ranks compute together, as the configuration says it.
         windows: how many keys a token sees in each layer here, itself included; ``None`` for all.
+        weights: the weights that are here, by the names of the whole model, to be overwritten.
         group, stage: as they were given.
         incoming: as in :class:`~tritonllm.models.decoder.Decoder`.
 
@@ -100,6 +103,7 @@ class TransformersDecoder(nn.Module):
         super().__init__()
         self.dtype = dtype
         self.group, self.stage = group, stage or Stage(0, range(spec.num_layers))
+        self.whole = spec
         self.base = lm.base_model
         self.head = lm
         self.windows: tuple[int | None, ...] = ()
@@ -115,6 +119,11 @@ class TransformersDecoder(nn.Module):
             raise refused(spec.architecture, str(error)) from error
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:  # of the model's own code
             raise refused(spec.architecture, f"its code stops with {type(error).__name__}: {error}") from error
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no other rank has a part of the model."""
+        return self.group.size == 1 and self.stage.first and self.stage.last
 
     def forward(
         self,
@@ -177,6 +186,7 @@ class TransformersDecoder(nn.Module):
         lm.set_attn_implementation("eager")
         sharing = None if self.group.size == 1 else sharing_of(lm, spec.architecture, head_size, self.group.size)
         expected, states = self._whole_results(ids, spec)
+        self.weights = LiveWeights(lm, {} if sharing is None else sharing.splits, self.group)
         if states is not None:
             layers = layer_list(self.base, spec.num_layers)
             keep_stage(lm, layers, self.stage, states.wraps)
@@ -192,6 +202,7 @@ class TransformersDecoder(nn.Module):
             self.group.reserve(spec.hidden_size, self.dtype)
             heads, head_size = common_shape(self._recorded(ids[0].to(device))[0], self.stage.layers)
 
+        self.weights.find(lm)
         lm.set_attn_implementation(PAGED)
         setattr(lm, lm.base_model_prefix, _Given(type(output)))
         self._check(ids.to(device), expected.to(device), states, heads, head_size)

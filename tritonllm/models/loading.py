@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -16,13 +16,14 @@ from tritonllm.models import checkpoint, families
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.expert_checks import check_shared
 from tritonllm.models.fallback import fallback_spec, fallback_stages, load_fallback
-from tritonllm.models.fallback_decoder import FallbackSpec
+from tritonllm.models.fallback_decoder import FallbackSpec, TransformersDecoder
+from tritonllm.models.fallback_weights import LiveWriter
 from tritonllm.models.families import is_supported, spec_from_config
 from tritonllm.models.interface import CausalLM
 from tritonllm.models.local_spec import check, check_context
 from tritonllm.models.spec import ModelSpec
 from tritonllm.models.stages import Stage, stages_of
-from tritonllm.models.weights import dummy_weights, load_weights, parameter_shapes
+from tritonllm.models.weights import WeightWriter, dummy_weights, load_weights, parameter_shapes
 
 logger = logging.getLogger(__name__)
 PACKED_FROM = 512  # hidden size: a smaller model's weights stay in the CPU's caches, however they lie
@@ -35,15 +36,41 @@ def pack_weights(model: Decoder) -> None:
             module.pack()
 
 
+class Writer(Protocol):
+    """Overwrites weights of a model one by one: :class:`~tritonllm.models.weights.WeightWriter`, whose docstrings say
+    what the methods do, and its like."""
+
+    @property
+    def complete(self) -> bool: ...
+
+    def forget(self) -> None: ...
+
+    def check(self, name: str, tensor: torch.Tensor) -> None: ...
+
+    def write(self, name: str, tensor: torch.Tensor) -> None: ...
+
+
+def weight_writer(model: Decoder | TransformersDecoder, *, allow_nan: bool) -> Writer:
+    """What overwrites a model's weights.
+
+    Raises:
+        ValueError: the weights lie packed, as those of larger models do on the CPU.
+    """
+    if isinstance(model, TransformersDecoder):
+        return LiveWriter(model.weights, allow_nan=allow_nan)
+    return WeightWriter(model, allow_nan=allow_nan)
+
+
 def stage_model(folder: Path, like: Decoder, *, load_format: str, seed: int, allow_nan: bool) -> Decoder:
     """A second model on the host with the weights of ``folder``, laid out like ``like``; options as of loading.
 
     Raises:
         ValueError: weights that do not match ``like.spec``; the message names a tensor.
     """
-    parameter = like.embed.weight
+    parameter = next(like.parameters())
     sizes: dict[str, Any] = {"dtype": like.dtype, "device": torch.device("cpu"), "max_model_len": 1}
-    staged = Decoder(like.whole, **sizes, exchange=like.exchange)
+    ranks: dict[str, Any] = {"group": like.group, "context": like.context, "stage": like.stage}
+    staged = Decoder(like.whole, **sizes, **ranks, exchange=like.exchange)
     if load_format == "dummy":
         dummy_weights(staged, seed)
     else:

@@ -186,10 +186,12 @@ def local_shape(shape: tuple[int, ...], split: Split | Once | None, rank: int, s
 
 
 def keep_part(parameter: torch.Tensor, whole: torch.Tensor, split: Split | Once, rank: int, size: int) -> None:
-    """Overwrite a rank's ``parameter`` with its part of the whole one."""
+    """Overwrite a rank's ``parameter`` with its part of the whole one, which may have another dtype and device."""
     if isinstance(split, Split):
-        parts = [whole.narrow(split.axis, r.start, len(r)) for r in split.held(rank, size)]
-        torch.cat(parts, dim=split.axis, out=parameter)
+        at = 0
+        for mine in split.held(rank, size):
+            parameter.narrow(split.axis, at, len(mine)).copy_(whole.narrow(split.axis, mine.start, len(mine)))
+            at += len(mine)
     elif rank == 0:
         parameter.copy_(whole)
     else:

@@ -244,7 +244,7 @@ class WeightWriter:
     """Overwrites weights of a model one by one, under their checkpoint names.
 
     Args:
-        model: a whole model, on one rank.
+        model: the model. Of one rank of several it is a part, and what is written whole tensors all the same.
         allow_nan: take NaN and infinite values, too.
 
     Raises:
@@ -257,7 +257,7 @@ class WeightWriter:
         self._model, self._allow_nan = model, allow_nan
         self._slots, _, _ = _places(model)
         self._accepted = _accepted_names(self._slots, text_of=bool(model.spec.text_of))
-        self._parameters = _parameters(model)
+        self._parameters, self._shards = _parameters(model), _shards(model)
         self._written: dict[str, str] = {}
 
     @property
@@ -269,22 +269,35 @@ class WeightWriter:
         """Count anew what was written."""
         self._written.clear()
 
-    @torch.no_grad()
-    def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Overwrite one weight; nothing happens to what a checkpoint may have and the model has not.
+    def check(self, name: str, tensor: torch.Tensor) -> None:
+        """Check that a weight can be written.
 
         Raises:
-            ValueError: no place for it, a wrong shape or type, or NaN or infinite values. Nothing has changed then.
+            ValueError: no place for it, a wrong shape or type, or NaN or infinite values.
         """
         stored = describe(tensor)
-        if name not in self._accepted and (is_derived(name, stored) or is_extra(self._model.spec, name)):
+        if self._is_nothing(name, stored):
             return
-        place = self._accepted.get(name, "")
-        _check_tensor(name, stored, self._slots.get(place))
+        _check_tensor(name, stored, self._slots.get(self._accepted.get(name, "")))
         if not self._allow_nan and not bool(torch.isfinite(tensor).all()):
             raise ValueError(f"tensor {name} has values that are NaN or infinite: allow_nan=True takes them")
-        slot = self._slots[place]
-        slot.write(self._parameters[slot.parameter], tensor)
+
+    def _is_nothing(self, name: str, stored: StoredTensor) -> bool:
+        """Whether a checkpoint may have a tensor that the model has not."""
+        return name not in self._accepted and (is_derived(name, stored) or is_extra(self._model.spec, name))
+
+    @torch.no_grad()
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Overwrite this rank's part of one weight; nothing happens to what a checkpoint may have and the model has
+        not. Raises as :meth:`check`; nothing has changed then."""
+        self.check(name, tensor)
+        if self._is_nothing(name, describe(tensor)):
+            return
+        place = self._accepted[name]
+        slot, (shards, group) = self._slots[place], self._shards
+        if self._model.stage.holds(slot.parameter):
+            for cut in cuts(slot, shards.get(slot.parameter), group.rank, group.size):
+                cut.slot.write(self._parameters[slot.parameter], cut.of(tensor))
         self._written[place] = name
 
 

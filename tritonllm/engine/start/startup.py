@@ -276,7 +276,7 @@ def start_runner(
     config, device, dtype = prepared
     spec, modules, limit = origin.spec, origin.modules, origin.limit
     model, draft = models
-    memory = EngineMemory(model, config.model, device, config.enable_sleep_mode, draft, team.size * team.exchange.size)
+    memory = EngineMemory(model, config.model, device, config.enable_sleep_mode, draft, limit, team)
     team.least(0)  # none compiles what rank 0 has others compile
     model = compiled_if_asked(model, config)
     projection = None if modules is None else modules.projection(dtype=dtype, device=device)
