@@ -127,3 +127,12 @@ def test_other_weights(folder, alone, other):
     with pytest.raises(ValueError, match=r"reload_weights: .* holds a"):
         llm.reload_weights(str(tiny_checkpoint()))
     assert answers(llm) == before
+
+
+def test_other_weights_of_ranks(llm, folder, alone, other):
+    fresh, before = answers(llm_of(other)), answers(alone)
+    llm.reload_weights(str(other))
+    assert answers(llm) == fresh != before
+    trained = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    llm.llm_engine.load_weights(trained.named_parameters())
+    assert answers(llm) == before

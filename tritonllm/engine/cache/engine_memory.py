@@ -181,8 +181,6 @@ class EngineMemory:
             take = self._staged(model)
         except (ValueError, OSError) as wrong:
             error = wrong
-        if self._team.size > 1:
-            raise error or ValueError("reload_weights: several ranks keep their weights")  # which nobody has told yet
         if not self._team.least(int(error is None)):
             raise error or ValueError("reload_weights: another rank cannot take them, and its log says why; all stay")
         assert take is not None

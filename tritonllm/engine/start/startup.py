@@ -296,10 +296,22 @@ def start_runner(
     return config, runner, memory
 
 
-def load_rank(
-    config: EngineConfig, join: Callable[[torch.device], Team], device_index: int
-) -> tuple[ModelRunner, torch.device, Team]:
-    """What a rank other than the first has of an engine: its runner, started, its device and its team.
+class RankParts(NamedTuple):
+    """What a rank other than the first has of an engine.
+
+    Attributes:
+        runner: its runner, started.
+        memory: where its weights are.
+    """
+
+    runner: ModelRunner
+    memory: EngineMemory
+    device: torch.device
+    team: Team
+
+
+def load_rank(config: EngineConfig, join: Callable[[torch.device], Team], device_index: int) -> RankParts:
+    """Load and start a rank other than the first.
 
     Args:
         join: meets the others.
@@ -314,8 +326,8 @@ def load_rank(
     prepared = prepare(config, origin, device_index)
     team = join(prepared.device)
     models = load_part(origin, prepared, team)
-    _, runner, _ = start_runner(origin, prepared, models, team)
-    return runner, prepared.device, team
+    _, runner, memory = start_runner(origin, prepared, models, team)
+    return RankParts(runner, memory, prepared.device, team)
 
 
 def load_parts(config: EngineConfig, ranks: Ranks) -> EngineParts:
@@ -359,7 +371,7 @@ def load_parts(config: EngineConfig, ranks: Ranks) -> EngineParts:
             team = ranks.join(device)
             models = load_part(origin, prepared, team)
         config, runner, memory = start_runner(origin, prepared, models, team)
-        executor = ranks.lead(runner)
+        executor = ranks.lead(runner, memory)
     assert config.cache.num_blocks is not None and config.model.max_model_len is not None
     limits = config.cache.num_blocks, config.model.max_model_len
     drafting = drafting_of(config, runner.drafts.cost)

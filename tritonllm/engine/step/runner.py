@@ -3,8 +3,10 @@
 import dataclasses
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -17,6 +19,7 @@ from tritonllm.engine.cache.host_copies import HostCopies
 from tritonllm.engine.cache.kv_cache import block_bytes
 from tritonllm.engine.data.agreement import AgreementSampler, Evidence
 from tritonllm.engine.data.inputs import Batch, upload_step
+from tritonllm.engine.data.orders import Order
 from tritonllm.engine.data.plan import StepPlan
 from tritonllm.engine.data.results import RunningStep
 from tritonllm.engine.data.step import FREE, Restrictions, Step
@@ -281,6 +284,13 @@ class ModelRunner:
     def draw(self, late: Restrictions) -> RunningStep:
         """Draw the tokens of the oldest step that was launched and not drawn."""
         return self.finish(self._undrawn.popleft(), late)
+
+    def tell(self, order: Order) -> None:
+        """Does nothing: there are no other ranks."""
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Not here: an engine of one rank calls functions itself."""
+        raise NotImplementedError
 
     def abandon(self) -> None:
         """Forget the steps that are not drawn, whose tokens nobody wants."""
