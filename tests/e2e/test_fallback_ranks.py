@@ -88,7 +88,10 @@ REFUSED = {
         {"tensor_parallel_size": 2, "enable_expert_parallel": True},
         "enable_expert_parallel: BeamForCausalLM runs through transformers",
     ),
-    "heads": ({"tensor_parallel_size": 4}, "k_proj has 2 heads, which it must divide: set tensor_parallel_size=1"),
+    "heads": (
+        {"tensor_parallel_size": 4},
+        "must divide 2, the number of heads of .*k_proj: set tensor_parallel_size=1",
+    ),
 }
 
 

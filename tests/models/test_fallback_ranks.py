@@ -41,11 +41,14 @@ def whole_model(kind: str, **changes: Any) -> Any:
     return build(config, kind)
 
 
-def decoder_of(kind: str, group: Group = ALONE, stage: Stage | None = None, **changes: Any) -> TransformersDecoder:
+def decoder_of(
+    kind: str, group: Group = ALONE, stage: Stage | None = None, *, batch_invariant: bool = False, **changes: Any
+) -> TransformersDecoder:
     """A rank's part of the model, which is copied: no file is read."""
     lm = copy.deepcopy(whole_model(kind, **changes)).requires_grad_(False)
     register()
-    return TransformersDecoder(lm, spec_of(lm), dtype=torch.float32, max_model_len=64, group=group, stage=stage)
+    how = {"group": group, "stage": stage, "batch_invariant": batch_invariant}
+    return TransformersDecoder(lm, spec_of(lm), dtype=torch.float32, max_model_len=64, **how)
 
 
 def spec_of(lm: Any) -> FallbackSpec:
@@ -156,7 +159,11 @@ def changed(lm: Any, plan: dict[str, str]) -> Any:
 PLANS = {
     "none": ({}, 2, "has no plan to cut it"),
     "a style that is not here": ({"model.layers.*.mlp": "sequence_parallel"}, 2, r"unknown here \(sequence_parallel\)"),
-    "key heads": ({"model.layers.*.self_attn.k_proj": "colwise"}, 4, r"layers.0.self_attn.k_proj has 2 heads"),
+    "key heads": (
+        {"model.layers.*.self_attn.k_proj": "colwise"},
+        4,
+        r"must divide 2, the number of heads of .*layers.0.self_attn.k_proj",
+    ),
     "columns": ({"model.layers.*.mlp.up_proj": "colwise"}, 5, "must divide 96, a size of model.layers.0.mlp.up_proj"),
 }
 
@@ -244,3 +251,23 @@ def test_weights_that_do_not_fit():
     with pytest.raises(ValueError, match=r"the new model is another one: its .* differs"):
         model.weights.take(whole_model("laguna"))
     assert torch.equal(logits_of(model), before)
+
+
+def test_tokens_alone_compute_what_the_whole_model_does():
+    """Of one rank and of stages: a prompt in chunks, decodes, and several sequences in a step."""
+    expected = reference_logits(whole_model("beam"), TOKENS)
+    one = decoder_of("beam", batch_invariant=True)
+    whole = logits_of(one)
+    assert relative_error(whole, expected) < LIMIT
+    halves = [decoder_of("beam", stage=stage, batch_invariant=True) for stage in halved()]
+    assert torch.equal(logits_of(Chain(halves)), whole)
+    runner, sequences = PagedRunner(one), [PagedSequence() for _ in range(3)]
+    first = runner.step([(sequence, TOKENS[: 3 + i]) for i, sequence in enumerate(sequences)])
+    sizes = (1, 4, 1)
+    second = runner.step([(s, TOKENS[s.length :][:n]) for s, n in zip(sequences, sizes, strict=True)])
+    for i, size in enumerate(sizes):
+        assert torch.equal(torch.cat([first[i], second[i]]), whole[: 3 + i + size])
+
+
+def halved() -> list[Stage]:
+    return [Stage(0, range(2), last=False), Stage(1, range(2, 4), first=False)]

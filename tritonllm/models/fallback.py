@@ -194,6 +194,7 @@ def load_fallback(
     allow_nan: bool = False,
     group: Group = ALONE,
     stage: Stage | None = None,
+    batch_invariant: bool = False,
 ) -> TransformersDecoder:
     """Load a model and check that it can be served. Each of several ranks loads all of it on the host, and keeps its
     part.
@@ -208,6 +209,7 @@ def load_fallback(
         allow_nan: take weights that are NaN or infinite.
         group: the ranks that share the model, or the stage.
         stage: which layers, of :func:`fallback_stages`; all of them by default.
+        batch_invariant: as of :class:`TransformersDecoder`.
 
     Raises:
         ValueError: files that are absent, damaged or quantized, weights that do not match the configuration (the
@@ -225,7 +227,7 @@ def load_fallback(
         max_model_len=max_model_len,
         allow_nan=allow_nan,
     )
-    how: dict[str, Any] = {"device": device, "group": group, "stage": stage}
+    how: dict[str, Any] = {"device": device, "group": group, "stage": stage, "batch_invariant": batch_invariant}
     decoder = TransformersDecoder(lm, spec, dtype=dtype, max_model_len=max_model_len, **how)
     graphs = "" if decoder.supports_graphs else " and takes no CUDA graphs"
     warnings.warn(

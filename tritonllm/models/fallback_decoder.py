@@ -13,6 +13,7 @@ from tritonllm.dist.group import ALONE, Group
 from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
 from tritonllm.layers.segments import Segment, Segments, decodes
 from tritonllm.models.fallback_attention import PAGED, PROBE, LayerCall, PagedStep, RecordedCalls
+from tritonllm.models.fallback_invariance import tokens_alone
 from tritonllm.models.fallback_shards import cut, sharing_of
 from tritonllm.models.fallback_stages import AbsentLayer, States, keep_stage, layer_list, watched
 from tritonllm.models.fallback_weights import LiveWeights
@@ -72,13 +73,15 @@ class TransformersDecoder(nn.Module):
         device: where this rank computes; by default where the model is.
         group: the ranks that share the model, or the stage (:mod:`tritonllm.models.fallback_shards`).
         stage: which layers are here (:mod:`tritonllm.models.fallback_stages`); all of them by default.
+        batch_invariant: a token's bits do not depend on the rest of its step
+            (:mod:`tritonllm.models.fallback_invariance`).
 
     Attributes:
         spec: what this rank computes.
         whole: what all ranks compute together, as the configuration says it.
         windows: how many keys a token sees in each layer here, itself included; ``None`` for all.
         weights: the weights that are here, by the names of the whole model, to be overwritten.
-        group, stage: as they were given.
+        group, stage, batch_invariant: as they were given.
         incoming: as in :class:`~tritonllm.models.decoder.Decoder`.
 
     Raises:
@@ -99,9 +102,10 @@ class TransformersDecoder(nn.Module):
         device: torch.device | None = None,
         group: Group = ALONE,
         stage: Stage | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         super().__init__()
-        self.dtype = dtype
+        self.dtype, self.batch_invariant = dtype, batch_invariant
         self.group, self.stage = group, stage or Stage(0, range(spec.num_layers))
         self.whole = spec
         self.base = lm.base_model
@@ -135,8 +139,24 @@ class TransformersDecoder(nn.Module):
     ) -> torch.Tensor:
         """Run one step; arguments and result as in :meth:`tritonllm.models.decoder.Decoder.forward`."""
         step = PagedStep(metadata, kv_cache, self.windows, self.stage.layers.start)
-        hidden = self.run(input_ids, positions, step)
+        run = self._alone if self.batch_invariant else self.run
+        hidden = run(input_ids, positions, step)
         return hidden[rows] if rows is not None and self.stage.last else hidden
+
+    def _alone(self, input_ids: torch.Tensor, positions: torch.Tensor, step: PagedStep) -> torch.Tensor:
+        """:meth:`run`, one token after the other."""
+        begun, hidden = self.incoming, []
+        for token, metadata in enumerate(tokens_alone(step.metadata, positions)):
+            mine = slice(token, token + 1)
+            if begun is not None:
+                self.incoming = begun[mine].clone()
+            one = dataclasses.replace(step, metadata=metadata, batch_invariant=True)
+            hidden.append(self.run(input_ids[mine], positions[mine], one))
+        self.incoming = begun
+        if step.metadata.stored is not None:
+            for place in range(len(self.stage.layers)):
+                step.metadata.stored(place)
+        return torch.cat(hidden) if hidden else self.run(input_ids, positions, step)
 
     def run(self, input_ids: torch.Tensor, positions: torch.Tensor, step: PagedStep | RecordedCalls) -> torch.Tensor:
         """``[T, hidden]`` of all tokens, behind the last layer that is here; ``step`` is what attention gets."""
@@ -159,7 +179,8 @@ class TransformersDecoder(nn.Module):
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``hidden[N, hidden]``, the rows that need logits -> ``[N, vocab]`` float32."""
-        return self.head(inputs_embeds=hidden[None], use_cache=False).logits[0].float()
+        rows = [row.clone() for row in hidden.split(1)] if self.batch_invariant and len(hidden) else [hidden]
+        return torch.cat([self.head(inputs_embeds=each[None], use_cache=False).logits[0].float() for each in rows])
 
     def short_keys(self, sequences: int) -> int:
         """None: the host takes longer for these layers than the attention of few sequences."""
@@ -249,7 +270,7 @@ class TransformersDecoder(nn.Module):
             found = states.normed.to(device)
         if self.stage.first:
             _compare("logits", self.compute_logits(found.flatten(0, 1)).view_as(expected), expected, limit)
-        if device.type == "cuda":
+        if device.type == "cuda" and not self.batch_invariant:  # a graph of a step would hold the model for each token
             self.supports_graphs = self._capturable(ids, cache, begun)
         self.incoming = None  # of so many tokens as steps have
 

@@ -29,6 +29,8 @@ _PACKED = frozenset({"packed_colwise", "packed_rowwise"})  # two projections in 
 _GATHERED = frozenset({"colwise_gather_output", "colwise_rep"})
 _NARROWED = frozenset({"rowwise_split_input", "rowwise_rep"})
 _SUMMED = frozenset({"moe_tp_experts", "all_reduce"})
+NO_PLAN = "set tensor_parallel_size=1 (pipeline_parallel_size needs no plan)"
+SIZE = "set tensor_parallel_size=1, or to a divisor"
 _KNOWN = _WHOLE | _COLUMNS | _ROWS | _SUMMED
 
 
@@ -63,7 +65,7 @@ def sharing_of(lm: Any, architecture: str, head_size: int, size: int) -> Sharing
     plan: dict[str, str] = lm.tp_plan or {}
     unknown = sorted(set(plan.values()) - _KNOWN)
     if unknown:
-        raise _refused(architecture, size, f"transformers' plan cuts it in a way that is unknown here ({unknown[0]})")
+        raise _refused(architecture, size, f"its plan cuts it in a way that is unknown here ({unknown[0]})", NO_PLAN)
     modules, parameters = dict(lm.named_modules()), dict(lm.named_parameters(remove_duplicate=False))
     found = Sharing()
     for pattern, style in plan.items():
@@ -73,20 +75,17 @@ def sharing_of(lm: Any, architecture: str, head_size: int, size: int) -> Sharing
         for name in filter(matches, parameters):
             found.splits[name] = _split(tuple(parameters[name].shape), style)
     if not any(isinstance(split, Split) for split in found.splits.values()):
-        raise _refused(architecture, size, "transformers has no plan to cut it (base_model_tp_plan)")
+        raise _refused(architecture, size, "that has no plan to cut it (base_model_tp_plan)", NO_PLAN)
     for name, split in found.splits.items():
         _check_even(architecture, name, split, size)
     for name, heads in _heads(modules, found, head_size):
         if heads % size:
-            raise _refused(architecture, size, f"{name} has {heads} heads, which it must divide")
+            raise _refused(architecture, size, f"it must divide {heads}, the number of heads of {name}", SIZE)
     return found
 
 
-def _refused(architecture: str, size: int, reason: str) -> ValueError:
-    return ValueError(
-        f"tensor_parallel_size={size}: {architecture} runs through transformers, and {reason}: set "
-        "tensor_parallel_size=1 or another size (pipeline_parallel_size needs no plan)"
-    )
+def _refused(architecture: str, size: int, reason: str, fix: str) -> ValueError:
+    return ValueError(f"tensor_parallel_size={size}: {architecture} runs through transformers, and {reason}: {fix}")
 
 
 def _add_module(found: Sharing, name: str, module: nn.Module, style: str) -> None:
@@ -116,7 +115,7 @@ def _split(shape: tuple[int, ...], style: str) -> Split:
 def _check_even(architecture: str, name: str, split: Split | Once, size: int) -> None:
     for section in split.sections if isinstance(split, Split) else ():
         if not section.uneven and section.units % size:
-            raise _refused(architecture, size, f"it must divide {section.units}, a size of {name}")
+            raise _refused(architecture, size, f"it must divide {section.units}, a size of {name}", SIZE)
 
 
 def _heads(modules: dict[str, nn.Module], found: Sharing, head_size: int) -> Iterator[tuple[str, int]]:

@@ -187,6 +187,7 @@ def load_model(
             allow_nan=allow_nan,
             group=group,
             stage=stage,
+            batch_invariant=batch_invariant,
         )
     if spec.text_of:
         logger.info("%s: its text model alone (%s), without images or sound", spec.text_of, spec.architecture)

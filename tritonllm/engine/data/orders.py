@@ -18,7 +18,7 @@ class Order:
     Attributes:
         kind: ``weight`` brings a piece of a weight; ``reload`` has weights read anew; ``call`` brings a function.
         text: the weight's name; of ``reload`` the folder or hub id, empty for the engine's own.
-        dtype, shape: those that the weight has, all of it.
+        dtype, shape: the type and shape of the whole weight.
         begin: the first byte of the weight that is here.
         data: bytes: of the weight, or of the pickled function. Only ranks that rank 0 has spawned take the latter.
     """
