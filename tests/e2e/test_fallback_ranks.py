@@ -90,7 +90,7 @@ REFUSED = {
     ),
     "heads": (
         {"tensor_parallel_size": 4},
-        "must divide 2, the number of heads of .*k_proj: set tensor_parallel_size=1",
+        "must divide 2, the number of heads of .*: set tensor_parallel_size=1",
     ),
 }
 

@@ -162,7 +162,7 @@ PLANS = {
     "key heads": (
         {"model.layers.*.self_attn.k_proj": "colwise"},
         4,
-        r"must divide 2, the number of heads of .*layers.0.self_attn.k_proj",
+        r"must divide 2, the number of heads of \S+k_proj",
     ),
     "columns": ({"model.layers.*.mlp.up_proj": "colwise"}, 5, "must divide 96, a size of model.layers.0.mlp.up_proj"),
 }
