@@ -88,10 +88,7 @@ REFUSED = {
         {"tensor_parallel_size": 2, "enable_expert_parallel": True},
         "enable_expert_parallel: BeamForCausalLM runs through transformers",
     ),
-    "heads": (
-        {"tensor_parallel_size": 4},
-        "must divide 2, the number of heads of .*: set tensor_parallel_size=1",
-    ),
+    "heads": ({"tensor_parallel_size": 3}, "must divide 4, the number of heads of .*: set tensor_parallel_size=1"),
 }
 
 

@@ -70,6 +70,13 @@ def test_ranks_compute_what_the_whole_model_does(kind):
     assert relative_error(found[0], expected) < LIMIT
 
 
+def test_more_ranks_than_key_heads():
+    """Two ranks have the same one, and its cache."""
+    expected = reference_logits(whole_model("beam"), TOKENS)
+    found = run_ranks(4, lambda group: logits_of(decoder_of("beam", group)))
+    assert all(relative_error(logits, expected) < LIMIT for logits in found)
+
+
 class Chain:
     """Stages one behind the other, as one model."""
 
@@ -159,9 +166,10 @@ def changed(lm: Any, plan: dict[str, str]) -> Any:
 PLANS = {
     "none": ({}, 2, "has no plan to cut it"),
     "a style that is not here": ({"model.layers.*.mlp": "sequence_parallel"}, 2, r"unknown here \(sequence_parallel\)"),
+    "heads": ({"model.layers.*.self_attn.q_proj": "colwise"}, 3, r"must divide 4, the number of heads of \S+q_proj"),
     "key heads": (
         {"model.layers.*.self_attn.k_proj": "colwise"},
-        4,
+        3,
         r"must divide 2, the number of heads of \S+k_proj",
     ),
     "columns": ({"model.layers.*.mlp.up_proj": "colwise"}, 5, "must divide 96, a size of model.layers.0.mlp.up_proj"),
@@ -172,7 +180,13 @@ PLANS = {
 def test_models_that_cannot_be_cut(name):
     plan, size, message = PLANS[name]
     with pytest.raises(ValueError, match=rf"^tensor_parallel_size={size}: Beam .*{message}.*tensor_parallel_size=1"):
-        sharing_of(changed(whole_model("beam", mlp_layer_types=("dense",) * 4), plan), "Beam", 16, size)
+        sharing_of(
+            changed(whole_model("beam", mlp_layer_types=("dense",) * 4), plan),
+            "Beam",
+            size,
+            head_size=16,
+            num_kv_heads=2,
+        )
 
 
 def test_a_wrong_plan_is_seen():

@@ -282,7 +282,7 @@ def fallback_stages(
     with torch.device("meta"):
         lm = _build(folder, config, settings)
     if ranks > 1:
-        sharing_of(lm, spec.architecture, spec.head_size, ranks)
+        sharing_of(lm, spec.architecture, ranks, head_size=spec.head_size, num_kv_heads=spec.num_kv_heads)
     return stages_in(lm, spec.architecture, spec.num_layers, stages)
 
 

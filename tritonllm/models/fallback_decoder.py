@@ -205,7 +205,10 @@ class TransformersDecoder(nn.Module):
         self.windows = tuple(windows[masks[layer]] for layer in self.stage.layers)
 
         lm.set_attn_implementation("eager")
-        sharing = None if self.group.size == 1 else sharing_of(lm, spec.architecture, head_size, self.group.size)
+        sharing = None
+        if self.group.size > 1:
+            sizes = {"head_size": head_size, "num_kv_heads": heads}
+            sharing = sharing_of(lm, spec.architecture, self.group.size, **sizes)
         expected, states = self._whole_results(ids, spec)
         self.weights = LiveWeights(lm, {} if sharing is None else sharing.splits, self.group)
         if states is not None:

@@ -51,12 +51,13 @@ class Sharing:
     summed: list[str] = field(default_factory=list)
 
 
-def sharing_of(lm: Any, architecture: str, head_size: int, size: int) -> Sharing:
+def sharing_of(lm: Any, architecture: str, size: int, *, head_size: int, num_kv_heads: int) -> Sharing:
     """How ``size`` ranks share a model; its weights are not read, so they may be on the meta device.
 
     Args:
         lm: the model of transformers, whole.
         head_size: elements of an attention head, which are not cut.
+        num_kv_heads: key heads of a layer; of fewer than ranks, neighbouring ranks have the same one.
 
     Raises:
         ValueError: transformers has no plan for the model, or one with a style that is unknown here; or the ranks
@@ -76,11 +77,14 @@ def sharing_of(lm: Any, architecture: str, head_size: int, size: int) -> Sharing
             found.splits[name] = _split(tuple(parameters[name].shape), style)
     if not any(isinstance(split, Split) for split in found.splits.values()):
         raise _refused(architecture, size, "that has no plan to cut it (base_model_tp_plan)", NO_PLAN)
+    for name, heads in _heads(modules, found, head_size):
+        if heads == num_kv_heads and size % heads == 0:
+            shared = Split(0, (Section(heads, head_size),))
+            found.splits |= {f"{name}.{leaf}": shared for leaf, _ in modules[name].named_parameters(recurse=False)}
+        elif heads % size:
+            raise _refused(architecture, size, f"it must divide {heads}, the number of heads of {name}", SIZE)
     for name, split in found.splits.items():
         _check_even(architecture, name, split, size)
-    for name, heads in _heads(modules, found, head_size):
-        if heads % size:
-            raise _refused(architecture, size, f"it must divide {heads}, the number of heads of {name}", SIZE)
     return found
 
 
@@ -114,13 +118,13 @@ def _split(shape: tuple[int, ...], style: str) -> Split:
 
 def _check_even(architecture: str, name: str, split: Split | Once, size: int) -> None:
     for section in split.sections if isinstance(split, Split) else ():
-        if not section.uneven and section.units % size:
+        if not section.uneven and section.units % size and (section.size == 1 or size % section.units):
             raise _refused(architecture, size, f"it must divide {section.units}, a size of {name}", SIZE)
 
 
 def _heads(modules: dict[str, nn.Module], found: Sharing, head_size: int) -> Iterator[tuple[str, int]]:
     """Projections in an attention that are cut by rows, and how many heads they have."""
-    for name, split in found.splits.items():
+    for name, split in [*found.splits.items()]:
         projection, _, leaf = name.rpartition(".")
         attention = modules.get(projection.rpartition(".")[0])
         if leaf != "weight" or not hasattr(attention, "layer_idx") or not hasattr(attention, "num_key_value_groups"):

@@ -41,6 +41,7 @@ from tritonllm.engine.loop.new_requests import NewRequests, check_call
 from tritonllm.engine.loop.readiness import BRIEF_WAIT, Unscheduled
 from tritonllm.engine.loop.unfinished import Unfinished
 from tritonllm.engine.ranks.backends import ranks_of
+from tritonllm.engine.ranks.executor import GroupExecutor
 from tritonllm.engine.ranks.served_model import model_executor
 from tritonllm.engine.schedule.host_tier import HostTier
 from tritonllm.engine.schedule.scheduler import Scheduler
@@ -393,12 +394,12 @@ class LLMEngine:
             ValueError: ranks that take no functions, or a function that other processes cannot import.
             RuntimeError: a request is unfinished, or the function failed on another rank.
         """
-        kwargs = kwargs or {}
-        if self.config.parallel.world_size == 1:
+        runner, kwargs = self._runner, kwargs or {}
+        if not isinstance(runner, GroupExecutor):
             return [function(self.model_executor.driver_worker, *args, **kwargs)]
         self._require_idle("collective_rpc")
         try:
-            return self._runner.call(function, args, kwargs)
+            return runner.call(function, args, kwargs)
         finally:
             self._forget_cache()
 

@@ -1,9 +1,9 @@
 """What an engine and its start see of the other ranks: nothing, where there are none."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -50,9 +50,6 @@ class Executor(Protocol):
 
     def tell(self, order: Order) -> None:
         """Have the other ranks do something between steps, when none is in flight."""
-
-    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """What a function returns on each of several ranks, in their order."""
 
     def abandon(self) -> None:
         """A step was broken off, perhaps between its launch and its draw."""

@@ -3,10 +3,8 @@
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
-from typing import Any
 
 import torch
 
@@ -287,10 +285,6 @@ class ModelRunner:
 
     def tell(self, order: Order) -> None:
         """Does nothing: there are no other ranks."""
-
-    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """Not here: an engine of one rank calls functions itself."""
-        raise NotImplementedError
 
     def abandon(self) -> None:
         """Forget the steps that are not drawn, whose tokens nobody wants."""
