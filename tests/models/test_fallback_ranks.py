@@ -283,5 +283,19 @@ def test_tokens_alone_compute_what_the_whole_model_does():
         assert torch.equal(torch.cat([first[i], second[i]]), whole[: 3 + i + size])
 
 
+def test_a_rehearsal_runs_one_token(monkeypatch):
+    model, ran = decoder_of("beam", batch_invariant=True), []
+    run = model.run
+    monkeypatch.setattr(model, "run", lambda ids, *others: ran.append(len(ids)) or run(ids, *others))
+    whole = PagedRunner(model).prefill(PagedSequence(), TOKENS)
+    assert ran == [1] * len(TOKENS)
+    ran.clear()
+    with pytest.raises(KeyError), model.rehearsal():
+        assert PagedRunner(model).prefill(PagedSequence(), TOKENS).shape == whole.shape
+        raise KeyError
+    assert ran == [1]
+    assert torch.equal(PagedRunner(model).prefill(PagedSequence(), TOKENS), whole)
+
+
 def halved() -> list[Stage]:
     return [Stage(0, range(2), last=False), Stage(1, range(2, 4), first=False)]

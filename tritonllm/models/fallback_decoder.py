@@ -2,8 +2,8 @@
 
 import dataclasses
 import warnings
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -112,6 +112,7 @@ class TransformersDecoder(nn.Module):
         self.head = lm
         self.windows: tuple[int | None, ...] = ()
         self.incoming: torch.Tensor | None = None
+        self._rehearses = False
         self._before: AbsentLayer | None = None
         self._behind: AbsentLayer | None = None
         try:
@@ -145,8 +146,10 @@ class TransformersDecoder(nn.Module):
 
     def _alone(self, input_ids: torch.Tensor, positions: torch.Tensor, step: PagedStep) -> torch.Tensor:
         """:meth:`run`, one token after the other."""
-        begun, hidden = self.incoming, []
+        begun, hidden, count = self.incoming, [], len(positions)
         for token, metadata in enumerate(tokens_alone(step.metadata, positions)):
+            if self._rehearses and token < count - 1:
+                continue
             mine = slice(token, token + 1)
             if begun is not None:
                 self.incoming = begun[mine].clone()
@@ -156,7 +159,9 @@ class TransformersDecoder(nn.Module):
         if step.metadata.stored is not None:
             for place in range(len(self.stage.layers)):
                 step.metadata.stored(place)
-        return torch.cat(hidden) if hidden else self.run(input_ids, positions, step)
+        if not hidden:
+            return self.run(input_ids, positions, step)
+        return hidden[0].repeat(count, 1) if self._rehearses else torch.cat(hidden)
 
     def run(self, input_ids: torch.Tensor, positions: torch.Tensor, step: PagedStep | RecordedCalls) -> torch.Tensor:
         """``[T, hidden]`` of all tokens, behind the last layer that is here; ``step`` is what attention gets."""
@@ -179,16 +184,30 @@ class TransformersDecoder(nn.Module):
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``hidden[N, hidden]``, the rows that need logits -> ``[N, vocab]`` float32."""
-        rows = [row.clone() for row in hidden.split(1)] if self.batch_invariant and len(hidden) else [hidden]
-        return torch.cat([self.head(inputs_embeds=each[None], use_cache=False).logits[0].float() for each in rows])
+        if not self.batch_invariant or not len(hidden):
+            return self._logits(hidden)
+        rows = hidden[-1:] if self._rehearses else hidden
+        logits = torch.cat([self._logits(row.clone()) for row in rows.split(1)])
+        return logits.repeat(len(hidden), 1) if self._rehearses else logits
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(inputs_embeds=hidden[None], use_cache=False).logits
+        return logits[0].float()
 
     def short_keys(self, sequences: int) -> int:
         """None: the host takes longer for these layers than the attention of few sequences."""
         return 0
 
-    def rehearsal(self) -> AbstractContextManager[None]:
-        """A context in which the model runs whole steps, as always: transformers runs all its layers."""
-        return nullcontext()
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Inside the block a step that is batch invariant runs for its last token alone, and the others get that one's
+        results: what it launches is the same for each. Other steps are run as always: transformers runs all its
+        layers."""
+        self._rehearses = self.batch_invariant
+        try:
+            yield
+        finally:
+            self._rehearses = False
 
     def _separate(self, spec: FallbackSpec, max_model_len: int, device: torch.device) -> FallbackSpec:
         """Take the base model out of the language model and this rank's part out of both, and probe what is left;
