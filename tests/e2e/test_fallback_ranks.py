@@ -1,5 +1,6 @@
 """Models that run through transformers on ranks, processes that meet by gloo, give the tokens of one process."""
 
+import json
 import warnings
 from pathlib import Path
 from shutil import copytree
@@ -110,7 +111,7 @@ def other(folder, tmp_path_factory) -> Path:
     return found
 
 
-def test_other_weights(folder, alone, other):
+def test_other_weights(folder, alone, other, tmp_path):
     """Of a folder, or one by one; level 2 of sleep wants all of them."""
     llm, fresh = llm_of(folder, enable_sleep_mode=True), answers(llm_of(other))
     before = answers(alone)
@@ -126,6 +127,11 @@ def test_other_weights(folder, alone, other):
     assert answers(llm) == before
     with pytest.raises(ValueError, match=r"reload_weights: .* holds a"):
         llm.reload_weights(str(tiny_checkpoint()))
+    copytree(other, tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
+    with pytest.raises(ValueError, match="describes another model: its rms_norm_eps differs"):
+        llm.reload_weights(str(tmp_path / "model"))
     assert answers(llm) == before
 
 

@@ -13,6 +13,18 @@ from torch import nn
 from tritonllm.dist.group import Group
 from tritonllm.models.shards import Once, Split, keep_part
 
+# What of a configuration changes nothing of what a model computes.
+_NOTES = frozenset(
+    {"_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "pad_token_id", "transformers_version"}
+)
+
+
+def differing_field(ours: Any, theirs: Any) -> str | None:
+    """The first field in which the configurations of two models differ, if that changes what they compute."""
+    one, other = ours.to_dict(), theirs.to_dict()
+    names = (one.keys() | other.keys()) - _NOTES
+    return min((name for name in names if one.get(name) != other.get(name)), default=None)
+
 
 class LiveWeights:
     """The weights that one rank has, by the names of the whole model.

@@ -23,6 +23,7 @@ from tritonllm.models import checkpoint
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.fallback import load_whole
 from tritonllm.models.fallback_decoder import FallbackSpec, TransformersDecoder
+from tritonllm.models.fallback_weights import differing_field
 from tritonllm.models.loading import Writer, read_spec, stage_model, weight_writer
 from tritonllm.models.spec import ModelSpec
 from tritonllm.models.weights import dummy_weights
@@ -256,6 +257,9 @@ class EngineMemory:
         if form == "dummy" and current.is_whole:  # a seed gives other values on the host
             sizes["device"] = self._device
         whole = load_whole(folder, **sizes, trust_remote_code=trusts, **how)
+        field = differing_field(current.head.config, whole.config)
+        if field is not None:
+            raise _another(folder, field)
         return partial(current.weights.take, whole)
 
 
@@ -272,9 +276,11 @@ def _check_same(current: ModelSpec | FallbackSpec, spec: Any, folder: Path) -> N
     ours, theirs = _as_read(current), _as_read(spec)
     for field in dataclasses.fields(current):
         if field.name not in ("eos_token_ids", "dtype") and getattr(theirs, field.name) != getattr(ours, field.name):
-            raise ValueError(
-                f"reload_weights: {folder} describes another model: its {field.name} differs; start an engine for it"
-            )
+            raise _another(folder, field.name)
+
+
+def _another(folder: Path, field: str) -> ValueError:
+    return ValueError(f"reload_weights: {folder} describes another model: its {field} differs; start an engine for it")
 
 
 def _as_read(spec: ModelSpec | FallbackSpec) -> ModelSpec | FallbackSpec:
