@@ -26,6 +26,8 @@ HOW: dict[str, dict[str, Any]] = {
     "drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}},
 }
 
+OF_MAKE_TEST = ("a batch, then from the cache", "drafts")
+
 
 @pytest.fixture(scope="module", params=["beam", pytest.param("jetmoe", marks=pytest.mark.long)])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -58,7 +60,9 @@ def expected(folder: Path) -> list[Any]:
     return [told(llm, [prompt], [params])[0] for prompt, params in zip(PROMPTS, WANTED, strict=True)]
 
 
-@pytest.mark.parametrize("name", HOW)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in OF_MAKE_TEST else pytest.mark.long) for name in HOW]
+)
 def test_a_request_has_the_same_bits_alone_and_in_any_batch(folder, expected, name):
     llm = llm_of(folder, **HOW[name])
     for _ in range(2 if "cache" in name else 1):
@@ -66,6 +70,7 @@ def test_a_request_has_the_same_bits_alone_and_in_any_batch(folder, expected, na
     assert "preempted" not in name or llm.engine.stats.preemptions
 
 
+@pytest.mark.long
 def test_without_it_bits_differ(folder, expected):
     llm = llm_of(folder, deterministic=False, enable_prefix_caching=False)
     alone = [told(llm, [prompt], [params])[0] for prompt, params in zip(PROMPTS, WANTED, strict=True)]

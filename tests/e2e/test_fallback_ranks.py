@@ -111,6 +111,7 @@ def other(folder, tmp_path_factory) -> Path:
     return found
 
 
+@pytest.mark.long
 def test_other_weights(folder, alone, other, tmp_path):
     """Of a folder, or one by one; level 2 of sleep wants all of them."""
     llm, fresh = llm_of(folder, enable_sleep_mode=True), answers(llm_of(other))

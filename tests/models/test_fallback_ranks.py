@@ -70,6 +70,7 @@ def test_ranks_compute_what_the_whole_model_does(kind):
     assert relative_error(found[0], expected) < LIMIT
 
 
+@long
 def test_more_ranks_than_key_heads():
     """Two ranks have the same one, and its cache."""
     expected = reference_logits(whole_model("beam"), TOKENS)
