@@ -166,7 +166,16 @@ def changed(lm: Any, plan: dict[str, str]) -> Any:
 
 PLANS = {
     "none": ({}, 2, "has no plan to cut it"),
-    "a style that is not here": ({"model.layers.*.mlp": "sequence_parallel"}, 2, r"unknown here \(sequence_parallel\)"),
+    "a style that is not here": (
+        {"model.layers.*.mlp": "sequence_parallel"},
+        2,
+        r"cuts model.layers.0.mlp in an unknown way \(sequence_parallel\)",
+    ),
+    "heads behind attention": (
+        {"model.layers.*.self_attn.o_proj": "rowwise"},
+        8,
+        r"must divide 4, the number of heads of \S+o_proj",
+    ),
     "heads": ({"model.layers.*.self_attn.q_proj": "colwise"}, 3, r"must divide 4, the number of heads of \S+q_proj"),
     "key heads": (
         {"model.layers.*.self_attn.k_proj": "colwise"},
@@ -188,6 +197,15 @@ def test_models_that_cannot_be_cut(name):
             head_size=16,
             num_kv_heads=2,
         )
+
+
+def test_styles_that_cut_nothing():
+    """Of modules and of parameters that stand in the plan by themselves; nor does a style that nothing has."""
+    lm = whole_model("beam")
+    plan = {**lm.tp_plan, "model.layers.*.self_attn.gate_bias": "replicate", "model.layers.*.nowhere": "new"}
+    sharing = sharing_of(changed(lm, plan), "Beam", 2, head_size=16, num_kv_heads=2)
+    assert not any("norm" in name or "gate_bias" in name or "embed" in name for name in sharing.splits)
+    assert any("experts.gate_up_proj" in name for name in sharing.splits)
 
 
 def test_a_wrong_plan_is_seen():

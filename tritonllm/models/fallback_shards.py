@@ -64,21 +64,22 @@ def sharing_of(lm: Any, architecture: str, size: int, *, head_size: int, num_kv_
             cannot have equally much of something, which the message names.
     """
     plan: dict[str, str] = lm.tp_plan or {}
-    unknown = sorted(set(plan.values()) - _KNOWN)
-    if unknown:
-        raise _refused(architecture, size, f"its plan cuts it in a way that is unknown here ({unknown[0]})", NO_PLAN)
     modules, parameters = dict(lm.named_modules()), dict(lm.named_parameters(remove_duplicate=False))
     found = Sharing()
     for pattern, style in plan.items():
         matches = re.compile(re.escape(pattern).replace(r"\*", r"\d+")).fullmatch
-        for name in filter(matches, modules):
-            _add_module(found, name, modules[name], style)
-        for name in filter(matches, parameters):
-            found.splits[name] = _split(tuple(parameters[name].shape), style)
+        names = [*filter(matches, modules), *filter(matches, parameters)]
+        if names and style not in _KNOWN:
+            raise _refused(architecture, size, f"its plan cuts {names[0]} in an unknown way ({style})", NO_PLAN)
+        for name in names:
+            if name in modules:
+                _add_module(found, name, modules[name], style)
+            elif style in _COLUMNS | _ROWS:
+                found.splits[name] = _split(tuple(parameters[name].shape), style)
     if not any(isinstance(split, Split) for split in found.splits.values()):
         raise _refused(architecture, size, "that has no plan to cut it (base_model_tp_plan)", NO_PLAN)
-    for name, heads in _heads(modules, found, head_size):
-        if heads == num_kv_heads and size % heads == 0:
+    for name, heads, is_back in [*_heads(modules, found, head_size)]:
+        if heads == num_kv_heads and size % heads == 0 and not is_back:
             shared = Split(0, (Section(heads, head_size),))
             found.splits |= {f"{name}.{leaf}": shared for leaf, _ in modules[name].named_parameters(recurse=False)}
         elif heads % size:
@@ -122,17 +123,17 @@ def _check_even(architecture: str, name: str, split: Split | Once, size: int) ->
             raise _refused(architecture, size, f"it must divide {section.units}, a size of {name}", SIZE)
 
 
-def _heads(modules: dict[str, nn.Module], found: Sharing, head_size: int) -> Iterator[tuple[str, int]]:
-    """Projections in an attention that are cut by rows, and how many heads they have."""
-    for name, split in [*found.splits.items()]:
+def _heads(modules: dict[str, nn.Module], found: Sharing, head_size: int) -> Iterator[tuple[str, int, bool]]:
+    """Projections of an attention that are cut, how many heads they have, and whether it is the one back from heads."""
+    for name, split in found.splits.items():
         projection, _, leaf = name.rpartition(".")
         attention = modules.get(projection.rpartition(".")[0])
         if leaf != "weight" or not hasattr(attention, "layer_idx") or not hasattr(attention, "num_key_value_groups"):
             continue
-        if isinstance(split, Split) and split.axis == 0 and not split.sections[0].uneven:
-            rows = split.sections[0].units
-            if rows % head_size == 0:  # else it is no projection to heads, but to a number for each
-                yield projection, rows // head_size
+        if isinstance(split, Split) and not split.sections[0].uneven and projection not in found.narrowed:
+            extent = split.sections[0].units
+            if extent % head_size == 0:  # else it is no projection to heads, but to a number for each
+                yield projection, extent // head_size, split.axis == 1
 
 
 def cut(lm: Any, sharing: Sharing, group: Group, device: torch.device) -> None:
