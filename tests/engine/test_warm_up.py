@@ -29,6 +29,7 @@ from tritonllm.engine.step.runner import ModelRunner
 from tritonllm.engine.step.warm_up import StepLimits, WarmUp, Work
 from tritonllm.experts.load import ExpertLoad
 from tritonllm.experts.rebalance import rebalance
+from tritonllm.kernels import cascade_decode_attention, plan_cascade
 from tritonllm.layers.regime import Regimes
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.eagle_files import read_eagle_spec
@@ -80,6 +81,27 @@ def test_so_do_they_without_hopper(heads, kv_heads, head_dim, seats):
     """Also where a key's query heads are no power of two, so that rows pass one between powers of two of tokens."""
     shape = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
     check_sizes(LLAMA_3_1_8B | shape, seats, None, arch=80, longest=(1, 2, 3, 5, 9, 17, 30, 500))
+
+
+@pytest.mark.parametrize("group", [3, 5])
+def test_sequences_that_share_a_prefix_launch_what_the_next_power_of_two_launches(group):
+    """Also where a key's query heads are no power of two: rows and tokens then pass theirs at different numbers."""
+    with pretend(target_of(90)), list_kernels("NVIDIA H200") as found, torch.inference_mode():
+
+        def launched(sequences):
+            found.clear()
+            cache = torch.empty(64, 16, 8, 128, dtype=torch.bfloat16, device=META)
+            tables = torch.empty(sequences, 64, dtype=torch.int32, device=META)
+            lens = torch.empty(sequences, dtype=torch.int32, device=META)
+            plan = plan_cascade(tables, lens, torch.empty(sequences, dtype=torch.bool, device=META), 48, 16)
+            q = torch.empty(sequences, 8 * group, 128, dtype=torch.bfloat16, device=META)
+            cascade_decode_attention(q, cache, cache, plan, max_seqlen_k=10**5)
+            return {described(kernel) for kernel in found if kernel.name.startswith("_prefill")}
+
+        known = set().union(*(launched(1 << bit) for bit in range(8)))
+        assert known
+        for sequences in range(3, 128):
+            assert launched(sequences) <= known, sequences
 
 
 def check_sizes(model, seats, gpu, arch=90, longest=(4, 30, 500)):

@@ -93,7 +93,7 @@ CASES = {
     ),
     "qwen3-vl-moe": (
         "qwen3_vl_moe",
-        {"rope_parameters": MROPE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+        {"rope_parameters": MROPE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20},
         {"out_hidden_size": 48, "deepstack_visual_indexes": []},
         QWEN,
     ),
@@ -173,6 +173,17 @@ def test_logits(tmp_path, case):
     logits = PagedRunner(ours).prefill(sequence, tokens, [7, 20, 13])
     assert relative_error(logits, reference_logits(theirs, tokens)) < LIMIT
     assert not any("vis" in name for name, _ in ours.named_parameters())
+
+
+def test_stacked_experts_as_published(tmp_path):
+    """Those of Qwen3-VL-30B-A3B lie [experts, in, out]; transformers 5 turns them, and writes them turned."""
+    theirs = write(tmp_path, "qwen3-vl-moe")
+    edit(tmp_path, lambda tensors: tensors.update({name: t.mT for name, t in tensors.items() if ".experts." in name}))
+    read = AutoModelForImageTextToText.from_pretrained(tmp_path, attn_implementation="eager", dtype=torch.float32)
+    tokens = random_tokens(40, 90, seed=2)
+    logits = PagedRunner(load_decoder(tmp_path)).prefill(PagedSequence(), tokens)
+    for model in (theirs, read):
+        assert relative_error(logits, reference_logits(model, tokens)) < LIMIT
 
 
 # What publishers have written: how text's tensors are called, those of towers, and the configuration.

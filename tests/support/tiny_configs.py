@@ -516,7 +516,7 @@ _EXTRA: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 1,
         "moe_layers": [0, 2],
         "no_rope_layers": [1, 0, 1],
-        "attention_chunk_size": 64,
+        "attention_chunk_size": 48,
         "floor_scale": 8,
         "attn_scale": 0.5,
         "rope_scaling": {

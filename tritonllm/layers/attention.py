@@ -86,6 +86,8 @@ class AttentionSpec:
         query_scaling: how queries grow with their position; ``None`` for not at all. Without ``qk_norm`` and
             ``clip_qkv``.
         window: keys that a token sees, itself included; ``None`` for all.
+        attention_chunk: a token sees the keys of its own chunk of so many positions alone (Llama 4); ``None`` for all.
+            Without a ``window`` and ALiBi.
         softcap: replaces logits ``s`` by ``softcap * tanh(s / softcap)``; 0 for none.
         sinks: each head has a learned logit that takes weight and gives no value (GPT-OSS).
         v_norm: the norm of each head's values; ``None`` for none.
@@ -114,6 +116,7 @@ class AttentionSpec:
     rope: RopeSpec | None = None
     query_scaling: QueryScaling | None = None
     window: int | None = None
+    attention_chunk: int | None = None
     softcap: float = 0.0
     sinks: bool = False
     v_norm: NormSpec | None = None
@@ -126,6 +129,11 @@ class AttentionSpec:
 
     def __post_init__(self) -> None:
         at_least("window", self.window, 1)
+        at_least("attention_chunk", self.attention_chunk, 1)
+        if self.attention_chunk is not None and (self.window is not None or self.alibi_slopes is not None):
+            raise ValueError("attention_chunk with a window or alibi_slopes is not supported")
+        if self.attention_chunk is not None and not self.causal:
+            raise ValueError("attention_chunk without causal is not supported")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
         check_head_size(self.head_size)
@@ -251,6 +259,9 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """What lies between the two projections: ``qkv``, the rows of the first one, overwritten, -> ``[T, H D]``."""
         spec = self.spec
+        if spec.attention_chunk is not None:
+            assert metadata.of_chunks is not None  # the decoder has derived them
+            metadata = metadata.of_chunks
         if spec.clip_qkv is not None:
             qkv.clamp_(-spec.clip_qkv, spec.clip_qkv)
         if spec.own_keys and spec.values_are_keys:

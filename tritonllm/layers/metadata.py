@@ -34,6 +34,8 @@ class AttentionMetadata:
         max_decode_len: a bound of the decodes' keys, which chooses kernels (:mod:`tritonllm.layers.regime`); ``None``:
             what the tables have room for.
         local: which keys are this rank's, where ranks split them (:mod:`tritonllm.layers.context`); ``None``: all.
+        of_chunks: the same step as layers read it that see one chunk of the sequence
+            (:mod:`tritonllm.layers.attention_chunks`); ``None`` if there are none.
         stored: is told of each layer, by number, when the launches that store its keys and values are made; ``None``:
             nobody listens. Of a captured step this is while it is captured.
         exchange_rows: where engines share experts (:mod:`tritonllm.layers.exchanged_rows`), room for the rows of a rank
@@ -53,6 +55,7 @@ class AttentionMetadata:
     max_decode_len: int | None = None
     row_marks: torch.Tensor | None = None
     local: LocalKeys | None = None
+    of_chunks: "AttentionMetadata | None" = None
     stored: Callable[[int], None] | None = None
     exchange_rows: int = 0
     _starts: list[torch.Tensor] = field(default_factory=list, init=False, repr=False, compare=False)

@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from tritonllm.dist.exchange import NO_EXCHANGE, Exchange
 from tritonllm.dist.group import ALONE, Group, share_of
 from tritonllm.kernels import ROW_UNIT, SHARD_UNIT, cap_logits, decode_short_keys
+from tritonllm.layers.attention_chunks import within_chunks
 from tritonllm.layers.context import with_local_keys
 from tritonllm.layers.exchanged_rows import ExchangedRows
 from tritonllm.layers.expert_counts import ExpertCounts
@@ -235,10 +237,21 @@ class Decoder(nn.Module):
         Raises:
             ValueError: another number of caches than of layers, or a layer that is not there.
         """
-        if self.context.size > 1:  # before the embedding, behind whose end attention's kernels take slots as settled
-            metadata = with_local_keys(metadata, positions, self.context)
+        metadata = self.settle(metadata, positions, kv_cache)
         plan = self.plan(len(positions), None if rows is None else len(rows), positions.device)
         return self.run(plan, self.begin(input_ids, positions), positions, metadata, kv_cache, rows, before)
+
+    def settle(
+        self, metadata: AttentionMetadata, positions: torch.Tensor, kv_cache: Sequence[KVCacheView]
+    ) -> AttentionMetadata:
+        """A step's metadata with what this model's layers read beside it. Before the embedding, behind whose end
+        attention's kernels take slots and lengths as settled. Arguments as in :meth:`forward`."""
+        if self.context.size > 1:
+            metadata = with_local_keys(metadata, positions, self.context)
+        size = self.spec.attention_chunk
+        if size is not None:
+            metadata = replace(metadata, of_chunks=within_chunks(metadata, size, kv_cache[0].k.shape[1]))
+        return metadata
 
     def plan(self, tokens: int, rows: int | None, device: torch.device) -> FusionPlan:
         """What decides by a step's size which operations it launches. Arguments as in :meth:`forward`."""

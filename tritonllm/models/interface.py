@@ -58,6 +58,20 @@ class LayerWork(NamedTuple):
     experts: bool
 
 
+class StagedLM(Protocol):
+    """What the transfer between the stages of a pipeline sees of a stage's model."""
+
+    dtype: torch.dtype
+    incoming: torch.Tensor | None
+
+    @property
+    def spec(self) -> ModelFacts: ...
+    @property
+    def columns_in(self) -> int: ...
+    @property
+    def columns_out(self) -> int: ...
+
+
 class CausalLM(Protocol):
     """A loaded model: :class:`~tritonllm.models.decoder.Decoder`, whose docstrings say what the methods do."""
 

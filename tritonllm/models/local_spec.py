@@ -49,6 +49,7 @@ def check_context(spec: ModelSpec, size: int, context: int) -> None:
         lacks = {
             "tokens that see those behind them": not attention.causal,
             "a sliding window": attention.window is not None,
+            "chunks, of which a token sees its own (attention_chunk_size)": attention.attention_chunk is not None,
             "ALiBi": attention.alibi_slopes is not None,
             "attention sinks": attention.sinks,
         }

@@ -185,6 +185,19 @@ def local_shape(shape: tuple[int, ...], split: Split | Once | None, rank: int, s
     return (*shape[: split.axis], mine, *shape[split.axis + 1 :])
 
 
+def keep_part(parameter: torch.Tensor, whole: torch.Tensor, split: Split | Once, rank: int, size: int) -> None:
+    """Overwrite a rank's ``parameter`` with its part of the whole one, which may have another dtype and device."""
+    if isinstance(split, Split):
+        at = 0
+        for mine in split.held(rank, size):
+            parameter.narrow(split.axis, at, len(mine)).copy_(whole.narrow(split.axis, mine.start, len(mine)))
+            at += len(mine)
+    elif rank == 0:
+        parameter.copy_(whole)
+    else:
+        parameter.zero_()
+
+
 def cuts(slot: Slot, split: Split | Once | None, rank: int, size: int) -> list[Cut]:
     """What a rank reads of the tensor that fills ``slot`` of a whole parameter."""
     if size == 1 or split is None:

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -113,6 +113,9 @@ class ModelSpec:
                     f"keys_from: the layer {layer.keys_from} before layer {place} must have keys of its own, of the "
                     f"shape {tuple(layer.attention.cache)}"
                 )
+        chunks = {layer.attention.attention_chunk or 0 for layer in self.layers} - {0}
+        if len(chunks) > 1:
+            raise ValueError(f"layers with an attention_chunk must agree in it, got {sorted(chunks)}")
         if self.parallel is not None and self.norm_position != "pre":
             raise ValueError(f"parallel={self.parallel!r} needs norm_position='pre', got {self.norm_position!r}")
 
@@ -120,10 +123,13 @@ class ModelSpec:
         """The model for sequences of at most ``length`` tokens, without what only longer ones have."""
 
         def shortened(layer: LayerSpec) -> LayerSpec:
-            scaling = layer.attention.query_scaling
-            if scaling is None or length + scaling.shift > scaling.every:
-                return layer
-            return dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, query_scaling=None))
+            scaling, chunk = layer.attention.query_scaling, layer.attention.attention_chunk
+            less: dict[str, Any] = {}
+            if scaling is not None and length + scaling.shift <= scaling.every:
+                less["query_scaling"] = None
+            if chunk is not None and length <= chunk:
+                less["attention_chunk"] = None
+            return dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, **less)) if less else layer
 
         return dataclasses.replace(self, layers=tuple(shortened(layer) for layer in self.layers))
 
@@ -131,6 +137,12 @@ class ModelSpec:
     def causal(self) -> bool:
         """No token sees one behind it."""
         return all(layer.attention.causal for layer in self.layers)
+
+    @property
+    def attention_chunk(self) -> int | None:
+        """What layers have as ``attention_chunk`` that have one; ``None`` if none has."""
+        sizes = (layer.attention.attention_chunk for layer in self.layers)
+        return next((size for size in sizes if size is not None), None)
 
     @property
     def num_layers(self) -> int:

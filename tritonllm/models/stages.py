@@ -70,11 +70,6 @@ def stages_of(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]], count: int
     Raises:
         ValueError: there are fewer layers than stages, or layers that must be together leave too few places to cut.
     """
-    if count > spec.num_layers:
-        raise ValueError(
-            f"pipeline_parallel_size={count} must be at most {spec.num_layers}, the number of layers of "
-            f"{spec.architecture}: each stage needs one"
-        )
     costs, head = [0] * spec.num_layers, 0
     for name, shape in shapes.items():
         layer = _LAYER.match(name)
@@ -84,9 +79,32 @@ def stages_of(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]], count: int
         head = math.prod(shapes["embed.weight" if spec.tie_word_embeddings else "lm_head.weight"])
     joined = {at for place, layer in enumerate(spec.layers) for at in range(place - layer.keys_from + 1, place + 1)}
     between = [at for at in range(1, spec.num_layers) if at not in joined]
+    return stages_by_cost(spec.architecture, costs, head, count, between)
+
+
+def stages_by_cost(
+    architecture: str, costs: Sequence[int], head: int, count: int, between: Sequence[int] | None = None
+) -> list[Stage]:
+    """As :func:`stages_of`, of a model that is known by what is read of it for a token.
+
+    Args:
+        architecture: the model's name, for the error.
+        costs: the number of weights of each layer.
+        head: the number of weights of the output projection.
+        between: the layers with which a stage may begin; by default all but the first.
+
+    Raises:
+        ValueError: there are fewer layers than stages, or layers that must be together leave too few places to cut.
+    """
+    between = range(1, len(costs)) if between is None else between
+    if count > len(costs):
+        raise ValueError(
+            f"pipeline_parallel_size={count} must be at most {len(costs)}, the number of layers of "
+            f"{architecture}: each stage needs one"
+        )
     if count > len(between) + 1:
         raise ValueError(
-            f"pipeline_parallel_size={count} must be at most {len(between) + 1} for {spec.architecture}: layers that "
+            f"pipeline_parallel_size={count} must be at most {len(between) + 1} for {architecture}: layers that "
             "read the keys of another are on one stage with it"
         )
     ends = _cut(costs, count, head, between)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from tritonllm.layers.attention import AttentionSpec
 from tritonllm.layers.mlp import MLPSpec
@@ -37,6 +38,8 @@ class WeightNames:
         stacked_up, stacked_down: names of tensors of all experts, where a checkpoint has those instead.
         shared_up, shared_down: names of projections within the shared MLP; ``shared_up`` as ``up``.
         stacked_transposed: whether the stacked tensors are transposed, and the only ones (GPT-OSS, Llama 4).
+        stacked_either_way: whether the stacked tensors may be transposed (Qwen3-VL, whose published ones are, and those
+            that transformers 5 writes are not).
         stacked_interleaved: whether gate and up alternate in those (GPT-OSS).
         flat_up, flat_down: names of tensors with all experts one below the other, gate, up and the transposed
             projection back; with them, there are no others (DBRX).
@@ -85,6 +88,7 @@ class WeightNames:
     stacked_up: str = "mlp.experts.gate_up_proj"
     stacked_down: str = "mlp.experts.down_proj"
     stacked_transposed: bool = False
+    stacked_either_way: bool = False
     stacked_interleaved: bool = False
     flat_up: tuple[str, ...] = ()
     flat_down: str = ""
@@ -336,9 +340,9 @@ def _experts(hidden: int, spec: MoESpec, names: WeightNames, theirs: str, ours: 
             yield f"{expert}.{name}.weight", slot
         slot = Slot(parameter=f"{ours}.down", shape=(hidden, inner), expert=e)
         yield f"{expert}.{names.expert_down}.weight", slot
-    up = Slot(parameter=f"{ours}.gate_up", shape=(count, 2 * inner, hidden), axis=1)
-    yield theirs + names.stacked_up, up
-    yield theirs + names.stacked_down, Slot(parameter=f"{ours}.down", shape=(count, hidden, inner), axis=1)
+    how: dict[str, Any] = {"axis": 1, "either_way": names.stacked_either_way}
+    yield theirs + names.stacked_up, Slot(parameter=f"{ours}.gate_up", shape=(count, 2 * inner, hidden), **how)
+    yield theirs + names.stacked_down, Slot(parameter=f"{ours}.down", shape=(count, hidden, inner), **how)
 
 
 def _flat_experts(hidden: int, spec: MoESpec, names: WeightNames, theirs: str, ours: str) -> Iterator[Entry]:

@@ -19,7 +19,7 @@ from tritonllm.engine.data.agreement import AgreementSampler, Evidence
 from tritonllm.engine.data.inputs import Batch, upload
 from tritonllm.engine.step.device_seats import DeviceSeats
 from tritonllm.engine.step.drawing import LaunchedStep
-from tritonllm.models.decoder import Decoder
+from tritonllm.models.interface import StagedLM
 
 
 class Passed(NamedTuple):
@@ -45,7 +45,7 @@ class StageTransfer:
         device: the device that the model is on.
     """
 
-    def __init__(self, pipe: Pipeline, model: Decoder, seats: DeviceSeats, ranks: int, device: torch.device) -> None:
+    def __init__(self, pipe: Pipeline, model: StagedLM, seats: DeviceSeats, ranks: int, device: torch.device) -> None:
         self._pipe, self._model, self._seats, self._device = pipe, model, seats, device
         self._agreement = AgreementSampler(ranks)
         self._passed: deque[Passed] = deque()
