@@ -186,6 +186,13 @@ def test_other_layers_fuse_nothing_else(rows):
     assert plan([PARALLEL] * 2, rows, 1) == ((ALONE, LATER, ALONE, LATER), (ADDITION, LATER, ALONE, LATER), ADDITION)
 
 
+@pytest.mark.parametrize("partial", [False, True])
+def test_nothing_is_pending_behind_layers_that_settle(partial):
+    """Within a layer it is as in others."""
+    layer = dataclasses.replace(SANDWICH, settles=True, partial=partial)
+    assert plan([layer] * 2, 8) == (FIRST_OF_MANY, FIRST_OF_MANY, ALONE)
+
+
 def test_traits():
     """What kernels say of the weights counts for layers that could use it."""
     fit, wide = torch.empty(1024, 64, dtype=torch.bfloat16), torch.empty(2**17 + 8, 64, dtype=torch.bfloat16)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tritonllm.dist.group import ALONE, Group
-from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
+from tritonllm.layers.metadata import AttentionMetadata, CacheShape, KVCacheView
 from tritonllm.layers.segments import Segment, Segments, decodes
 from tritonllm.models.fallback_attention import PAGED, PROBE, LayerCall, PagedStep, RecordedCalls
 from tritonllm.models.fallback_invariance import tokens_alone
@@ -47,6 +47,16 @@ class FallbackSpec:
     token_types: int = 0
     logits: bool = True
     head: None = None
+
+    @property
+    def caches(self) -> tuple[CacheShape, ...]:
+        """The shapes of the caches, which are the same in all layers."""
+        return (CacheShape(self.num_kv_heads, self.head_size),) * self.num_layers
+
+    @property
+    def cache_of_layer(self) -> Sequence[int]:
+        """The places of the caches that layers read: each its own."""
+        return range(self.num_layers)
 
 
 def refused(architecture: str, reason: str) -> ValueError:
@@ -124,6 +134,16 @@ class TransformersDecoder(nn.Module):
             raise refused(spec.architecture, str(error)) from error
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:  # of the model's own code
             raise refused(spec.architecture, f"its code stops with {type(error).__name__}: {error}") from error
+
+    @property
+    def columns_in(self) -> int:
+        """Elements of a token that come from the stage before."""
+        return self.spec.hidden_size
+
+    @property
+    def columns_out(self) -> int:
+        """Elements of a token that go to the next stage."""
+        return self.spec.hidden_size
 
     @property
     def is_whole(self) -> bool:

@@ -137,14 +137,14 @@ def expert_splits(spec: ModelSpec) -> dict[str, Split | Once]:
 def _of_layer(layer: LayerSpec) -> dict[str, Split | Once]:
     attention, mlp = layer.attention, layer.mlp
     size = attention.head_size
-    queries, keys = Section(attention.num_heads, size), Section(attention.num_kv_heads, size)
-    stacked = Split(0, (queries, keys, keys))
+    queries = Section(attention.num_heads, size)
+    stacked = Split(0, tuple(Section(heads, size) for heads in attention.projected_heads))
     found: dict[str, Split | Once] = {
         "attention.qkv.weight": stacked,
         "attention.qkv.bias": stacked,
         "attention.o.weight": Split(1, (queries,)),
         "attention.o.bias": Once(),
-        "attention.gate.weight": Split(0, (queries,)),
+        "attention.gate.weight": Split(0, (Section(attention.num_heads, size // attention.gate_size),)),
         "attention.sinks": Split(0, (Section(attention.num_heads),)),
     }
     if attention.qk_norm_over != "head":  # weights of each head

@@ -124,7 +124,7 @@ def copy_tensors(model: Decoder, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def dummy_weights(model: Decoder, seed: int) -> None:
-    """Fill ``model`` with numbers from ``seed``: norms' factors 1, the rest normal with standard deviation 0.02.
+    """Fill ``model`` with numbers from ``seed``: all factors 1, the rest normal with standard deviation 0.02.
 
     They are drawn where the weights are, which on a GPU is quick for billions, so a seed gives the same values on
     devices of one type and for one dtype only. A rank of several draws each parameter whole and keeps its part; what
@@ -139,6 +139,9 @@ def dummy_weights(model: Decoder, seed: int) -> None:
         if isinstance(module, Norm) and full.endswith(".weight"):
             if parameter is not None:
                 parameter.fill_(1.0 - module.spec.weight_offset)
+        elif full.endswith((".scalar", ".expert_scale")):
+            if parameter is not None:
+                parameter.fill_(1.0)
         elif parameter is not None and split is None:
             parameter.normal_(0.0, 0.02, generator=generator)
         else:
@@ -210,17 +213,18 @@ def _plan(model: Decoder, stored: Mapping[str, StoredTensor], where: str) -> _Pl
     (slots, embedding, outputs), (shards, group) = _places(model), _shards(model)
     accepted = _accepted_names(slots, text_of=bool(model.spec.text_of))
     home: dict[str, str] = {}  # name of the slot -> name in the checkpoint
+    fitting: dict[str, Slot] = {}  # by the name in the checkpoint
     for name, tensor in stored.items():
         if name not in accepted and (is_derived(name, tensor) or is_extra(model.spec, name)):
             continue
-        _check_tensor(name, tensor, slots.get(accepted.get(name, "")))
+        fitting[name] = _slot_of(name, tensor, slots.get(accepted.get(name, "")))
         if accepted[name] in home:
             raise ValueError(f"{where}tensors {home[accepted[name]]} and {name} are two names of one")
         home[accepted[name]] = name
     twins = [(home.pop(name), home[embedding]) for name in outputs if name in home and embedding in home]
     _check_complete(slots, home, where)
-    by_name = {name: slots[slot] for slot, name in home.items()}
-    by_name = {name: by_name[name] for name in stored if name in by_name}
+    read = set(home.values())
+    by_name = {name: fitting[name] for name in stored if name in read}
     own = {slot.parameter for slot in by_name.values() if model.stage.holds(slot.parameter)}
     parts = {
         name: cuts(slot, shards.get(slot.parameter), group.rank, group.size) if slot.parameter in own else []
@@ -278,7 +282,7 @@ class WeightWriter:
         stored = describe(tensor)
         if self._is_nothing(name, stored):
             return
-        _check_tensor(name, stored, self._slots.get(self._accepted.get(name, "")))
+        _slot_of(name, stored, self._slots.get(self._accepted.get(name, "")))
         if not self._allow_nan and not bool(torch.isfinite(tensor).all()):
             raise ValueError(f"tensor {name} has values that are NaN or infinite: allow_nan=True takes them")
 
@@ -291,10 +295,11 @@ class WeightWriter:
         """Overwrite this rank's part of one weight; nothing happens to what a checkpoint may have and the model has
         not. Raises as :meth:`check`; nothing has changed then."""
         self.check(name, tensor)
-        if self._is_nothing(name, describe(tensor)):
+        stored = describe(tensor)
+        if self._is_nothing(name, stored):
             return
         place = self._accepted[name]
-        slot, (shards, group) = self._slots[place], self._shards
+        slot, (shards, group) = _slot_of(name, stored, self._slots[place]), self._shards
         if self._model.stage.holds(slot.parameter):
             for cut in cuts(slot, shards.get(slot.parameter), group.rank, group.size):
                 cut.slot.write(self._parameters[slot.parameter], cut.of(tensor))
@@ -334,7 +339,8 @@ def is_derived(name: str, tensor: StoredTensor) -> bool:
     return bool(_DERIVED.search(name)) or (bool(_MASK.search(name)) and len(tensor.shape) == 4)
 
 
-def _check_tensor(name: str, tensor: StoredTensor, slot: Slot | None) -> None:
+def _slot_of(name: str, tensor: StoredTensor, slot: Slot | None) -> Slot:
+    """The slot for a tensor as it lies in the checkpoint, once it is checked."""
     label = f"tensor {name}" if tensor.path is None else f"{tensor.path}: tensor {name}"
     if tensor.dtype not in BITS:
         raise ValueError(
@@ -342,8 +348,10 @@ def _check_tensor(name: str, tensor: StoredTensor, slot: Slot | None) -> None:
         )
     if slot is None:
         raise ValueError(f"{label} has no place in the model that config.json describes")
-    if tensor.shape != slot.shape:
+    fitting = slot.as_in(tensor.shape)
+    if tensor.shape != fitting.shape:
         raise ValueError(f"{label} has shape {list(tensor.shape)}, but config.json asks for {list(slot.shape)}")
+    return fitting
 
 
 def _check_complete(slots: Mapping[str, Slot], home: Mapping[str, str], where: str) -> None:

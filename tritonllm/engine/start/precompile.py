@@ -4,7 +4,6 @@ What an engine will launch is found by running its warm-up on meta tensors (:mod
 with one layer of each kind. That takes a second and needs neither weights nor a GPU.
 """
 
-import dataclasses
 import multiprocessing
 import os
 import signal
@@ -92,9 +91,11 @@ def _launch_all(spec: ModelSpec, config: EngineConfig, target: Target, draft: Mo
 
 def _without_repeats(spec: ModelSpec, target: Target, team: Team, **how: Any) -> Decoder:
     """A model with one layer of each kind, without memory."""
-    small = dataclasses.replace(spec, layers=tuple(spec.layers[place] for place in spec.distinct_layers()))
+    small = spec.without_repeats()
     pipe, count = team.pipe, small.num_layers
-    begin = 0 if pipe.first or count == 1 else 1  # the first layer of all, which may differ, is the first stage's
+    # the first layer of all, which may differ, is the first stage's, unless another reads its keys
+    is_read = any(layer.keys_from == place > 0 for place, layer in enumerate(small.layers))
+    begin = 0 if pipe.first or count == 1 or is_read else 1
     stage = Stage(pipe.stage, range(begin, count), first=pipe.first, last=pipe.last)
     sizes: dict[str, Any] = {"dtype": target.dtype, "device": META, "max_model_len": target.max_model_len}
     return Decoder(small, **sizes, group=team.group, context=team.context, exchange=team.exchange, stage=stage, **how)

@@ -48,6 +48,7 @@ from tritonllm.kernels.compile.cache_folder import read_kernels_from
 from tritonllm.kernels.compile.monitor import MONITOR
 from tritonllm.kernels.runtime.gpus import gpu_at
 from tritonllm.kernels.runtime.tuning import name_in_tables
+from tritonllm.layers.attention_chunks import check_chunk_size
 from tritonllm.models import checkpoint
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.expert_checks import check_agreement, check_counted, dealt_out
@@ -202,7 +203,12 @@ def read_origin(config: EngineConfig) -> Origin:
         check_invariance(spec, size)
     modules = None if model.runner == "generate" else read_modules(folder)
     limit = length_limit(model, spec, modules)
-    return Origin(folder, spec, stages, modules, limit, read_draft_spec(config, spec, limit))
+    origin = Origin(folder, spec, stages, modules, limit, read_draft_spec(config, spec, limit))
+    for each in (spec, origin.draft):
+        chunk = each.up_to(limit).attention_chunk if isinstance(each, ModelSpec) else None
+        if chunk is not None:
+            check_chunk_size(chunk, config.block_tokens)
+    return origin
 
 
 def prepare(config: EngineConfig, origin: Origin, device_index: int = 0) -> Prepared:

@@ -58,9 +58,9 @@ class StageTransfer:
         """
         model = self._model
         if not self._pipe.first and (model.incoming is None or len(model.incoming) < tokens):
-            size = tokens, model.spec.hidden_size
+            size = tokens, model.columns_in
             model.incoming = torch.zeros(size, dtype=model.dtype, device=self._device)
-        return self._pipe.most_kept * tokens * model.spec.hidden_size * model.dtype.itemsize
+        return self._pipe.most_kept * tokens * model.columns_out * model.dtype.itemsize
 
     def take_over(self, batch: Batch) -> None:
         """Receive a step from the stage before: behind what the host has sent of it, and before its layers."""
