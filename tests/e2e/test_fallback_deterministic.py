@@ -71,6 +71,12 @@ def test_a_request_has_the_same_bits_alone_and_in_any_batch(folder, expected, na
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("imported_ranks")
+def test_stages_have_the_same_bits(folder, expected):
+    assert told(llm_of(folder, pipeline_parallel_size=2, async_scheduling=True), PROMPTS, WANTED) == expected
+
+
+@pytest.mark.long
 def test_without_it_bits_differ(folder, expected):
     llm = llm_of(folder, deterministic=False, enable_prefix_caching=False)
     alone = [told(llm, [prompt], [params])[0] for prompt, params in zip(PROMPTS, WANTED, strict=True)]
