@@ -169,8 +169,8 @@ class Linear(nn.Module):
 
     def pack(self) -> None:
         """The weight is final: on the CPU, lay it out as products read it. Nothing else can read it from here on."""
-        data, _, self._format = pack_weight(self.weight)
-        self.weight = nn.Parameter(data, requires_grad=False)
+        packed = pack_weight(self.weight)
+        self.weight, self._format = nn.Parameter(packed.data, requires_grad=False), packed.format
 
     def alone(self, x: torch.Tensor) -> torch.Tensor:
         """This and what follows: a block's last product (:class:`~tritonllm.layers.residual.LastProduct`)."""
