@@ -36,7 +36,9 @@ def _largest(weight: torch.Tensor, groups: Groups) -> torch.Tensor:
     return whole.view(down, rows, across, columns).amax((1, 3)).float()
 
 
-def quantize_weight(weight: torch.Tensor, format: str, groups: Groups = BY_ROW) -> Weight:
+def quantize_weight(
+    weight: torch.Tensor, format: str, groups: Groups = BY_ROW, *, largest: torch.Tensor | None = None
+) -> Weight:
     """A weight in a narrow format, each number rounded to the nearest; in plain torch, on the weight's device.
 
     Scales of ``"fp8"`` are powers of two: float8 is as exact with these as with any, up to the smallest numbers of a
@@ -46,6 +48,8 @@ def quantize_weight(weight: torch.Tensor, format: str, groups: Groups = BY_ROW) 
         weight: ``[N, K]`` float16, bfloat16 or float32.
         format: ``"fp8"`` (float8_e4m3fn, up to 448) or ``"int8"`` (-127 to 127).
         groups: what shares a scale; by default each row has one.
+        largest: ``groups.shape(N, K)`` float32, the largest magnitude of each group, where the weight is a part of one;
+            by default its own.
 
     Raises:
         ValueError: another format, groups that are not :class:`~tritonllm.kernels.Groups`, or numbers that are not
@@ -57,7 +61,8 @@ def quantize_weight(weight: torch.Tensor, format: str, groups: Groups = BY_ROW) 
     n, k = weight.shape
     if not weight.numel():
         return Weight(weight.to(NARROW[format]), weight.new_ones(groups.shape(n, k)).float(), format, groups)
-    largest = _largest(weight, groups)
+    largest = _largest(weight, groups) if largest is None else largest
+    check_tensor("largest", largest, groups.shape(n, k), dtype=torch.float32, like=weight)
     require(bool(torch.isfinite(largest).all()), "weight must be finite: a narrow format has no place for NaN and inf")
     scales = largest.clamp(min=SMALLEST) / LARGEST[format]
     if format == FP8:
