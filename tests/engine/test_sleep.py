@@ -10,6 +10,9 @@ from support.engines import greedy, tiny_checkpoint, tiny_llm, token_ids
 from support.tiny_models import tiny_config, write_checkpoint
 from support.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 
+from tritonllm.dist.exchange import Exchange
+from tritonllm.dist.group import Group
+from tritonllm.dist.pipeline import ALONE
 from tritonllm.engine.cache.engine_memory import EngineMemory
 from tritonllm.engine.data.asleep import AsleepError
 
@@ -216,7 +219,7 @@ def test_blocks_on_the_host_are_forgotten(expected, other):
     assert answers(llm) == expected
 
 
-def test_ranks_keep_their_weights():
-    config = tiny_llm().engine.config.model
-    with pytest.raises(ValueError, match="the weights of 2 ranks are kept"):
-        EngineMemory(None, config, ranks=2).reload_weights(None)
+def test_engines_that_share_experts_keep_their_weights():
+    config, team = tiny_llm().engine.config.model, ALONE._replace(exchange=Exchange(Group(0, 2)))
+    with pytest.raises(ValueError, match="engines that share experts keep their weights"):
+        EngineMemory(None, config, team=team).reload_weights(None)

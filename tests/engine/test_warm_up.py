@@ -29,6 +29,7 @@ from tritonllm.engine.step.runner import ModelRunner
 from tritonllm.engine.step.warm_up import StepLimits, WarmUp, Work
 from tritonllm.experts.load import ExpertLoad
 from tritonllm.experts.rebalance import rebalance
+from tritonllm.kernels import cascade_decode_attention, plan_cascade
 from tritonllm.layers.regime import Regimes
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.eagle_files import read_eagle_spec
@@ -82,11 +83,31 @@ def test_so_do_they_without_hopper(heads, kv_heads, head_dim, seats):
     check_sizes(LLAMA_3_1_8B | shape, seats, None, arch=80, longest=(1, 2, 3, 5, 9, 17, 30, 500))
 
 
+@pytest.mark.parametrize("group", [3, 5])
+def test_sequences_that_share_a_prefix_launch_what_the_next_power_of_two_launches(group):
+    """Also where a key's query heads are no power of two: rows and tokens then pass theirs at different numbers."""
+    with pretend(target_of(90)), list_kernels("NVIDIA H200") as found, torch.inference_mode():
+
+        def launched(sequences):
+            found.clear()
+            cache = torch.empty(64, 16, 8, 128, dtype=torch.bfloat16, device=META)
+            tables = torch.empty(sequences, 64, dtype=torch.int32, device=META)
+            lens = torch.empty(sequences, dtype=torch.int32, device=META)
+            plan = plan_cascade(tables, lens, torch.empty(sequences, dtype=torch.bool, device=META), 48, 16)
+            q = torch.empty(sequences, 8 * group, 128, dtype=torch.bfloat16, device=META)
+            cascade_decode_attention(q, cache, cache, plan, max_seqlen_k=10**5)
+            return {described(kernel) for kernel in found if kernel.name.startswith("_prefill")}
+
+        known = set().union(*(launched(1 << bit) for bit in range(8)))
+        assert known
+        for sequences in range(3, 128):
+            assert launched(sequences) <= known, sequences
+
+
 def check_sizes(model, seats, gpu, arch=90, longest=(4, 30, 500)):
     """Prompts (one or many in a step), decodes and rows of logits of sizes that the warm-up leaves out, with tables of
     any width."""
-    spec = spec_from_config(model)
-    spec = dataclasses.replace(spec, layers=tuple(spec.layers[place] for place in spec.distinct_layers()))
+    spec = spec_from_config(model).without_repeats()
     config = EngineConfig.from_kwargs(
         model="m", max_num_seqs=seats, max_num_batched_tokens=32 * seats, max_model_len=LENGTH
     )
@@ -121,8 +142,7 @@ def test_widths_between_launch_the_same_kernels(block_size):
     """Without captured steps, which have other sizes: prompts of more tokens than are few, with tables whose widths the
     warm-up leaves out."""
     model = next(name for name in VARIED if name.startswith("qwen3-0.6b"))
-    spec = spec_from_config(MODELS[model])
-    spec = dataclasses.replace(spec, layers=tuple(spec.layers[place] for place in spec.distinct_layers()))
+    spec = spec_from_config(MODELS[model]).without_repeats()
     config = EngineConfig.from_kwargs(model="m", max_model_len=LENGTH, block_size=block_size, enforce_eager=True)
     with pretend(target_of(90)), list_kernels("NVIDIA H200") as found, torch.inference_mode():
         decoder = Decoder(spec, dtype=torch.bfloat16, device=META, max_model_len=LENGTH)
@@ -172,6 +192,14 @@ def steps(draw, seats, budget, longest, may_share, block=16):
 @pytest.mark.smoke  # with fewer examples
 def test_no_step_launches_what_the_start_has_not(model, length, gpu):
     check_launches(model, length, gpu)
+
+
+@pytest.mark.parametrize("model", [name for name in MODELS if name.startswith(("gemma-4", "laguna"))])
+@pytest.mark.long
+@pytest.mark.smoke  # with fewer examples
+def test_no_step_of_layers_that_differ_launches_what_the_start_has_not(model):
+    """In heads, and in whether they have keys of their own."""
+    check_launches(model, 6144, "NVIDIA H200")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -306,8 +334,7 @@ def check_launches(
     dtype=torch.bfloat16,
 ):
     """Arrivals, lengths and limits of any kind: what is launched is a function of what the warm-up visits."""
-    spec = spec_from_config(MODELS[model])
-    spec = dataclasses.replace(spec, layers=tuple(spec.layers[place] for place in spec.distinct_layers()))
+    spec = spec_from_config(MODELS[model]).without_repeats()
     counts = ranks > 1 and context.size == 1
     how = {"batch_invariant": deterministic, "group": Group(0, ranks), "counts_experts": counts, "context": context}
     spec = placed(spec, ranks) if counts else spec
@@ -353,8 +380,7 @@ def head_of(folder, method, target, length):
 
 
 def few_layers(model):
-    spec = spec_from_config(MODELS[model])
-    return dataclasses.replace(spec, layers=tuple(spec.layers[place] for place in spec.distinct_layers()))
+    return spec_from_config(MODELS[model]).without_repeats()
 
 
 @pytest.mark.parametrize(

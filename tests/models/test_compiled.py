@@ -75,7 +75,7 @@ def paged(model):
     return PagedRunner(model)
 
 
-FAMILIES = ["llama", "qwen3", "gemma2", "gpt2", "falcon", "cohere", "opt", "qwen2_moe", "gpt_oss"]
+FAMILIES = ["llama", "qwen3", "gemma2", "gpt2", "falcon", "cohere", "opt", "qwen2_moe", "gpt_oss", "ministral3"]
 OF_MAKE_TEST = ["qwen3", "gpt2", "gpt_oss"]
 
 

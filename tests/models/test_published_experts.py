@@ -1,11 +1,14 @@
-"""Published mixtures of experts: what their configurations mean, and every name of their tensors in tiny shapes."""
+"""Published mixtures of experts: what their configurations mean, and DBRX's tensors in tiny shapes.
+
+The names of other checkpoints' tensors: ``test_published_names.py``.
+"""
 
 import copy
 import json
 
 import torch
 from safetensors.torch import load_file, save_file
-from support.checkpoints import refused
+from support.checkpoints import edit, refused
 from support.real_configs import DBRX, GLM_4_6, LLAMA_4_SCOUT
 from support.tiny_models import load_decoder
 from transformers import AutoConfig
@@ -15,9 +18,6 @@ from tritonllm.layers.mlp import MLPSpec
 from tritonllm.layers.moe import MoESpec
 from tritonllm.models.families import spec_from_config, weight_map
 
-NORMS = ["input_layernorm.weight", "post_attention_layernorm.weight"]
-PROJECTIONS = [f"self_attn.{p}_proj.weight" for p in "qkvo"]
-
 
 def parameters(spec) -> int:
     """Of a checkpoint with experts one by one, or stacked where there is no other form."""
@@ -26,62 +26,16 @@ def parameters(spec) -> int:
     return sum(torch.Size(slot.shape).numel() for slot in slots if slot.axis == 0 or slot.parameter not in single)
 
 
-def swiglu(name: str) -> list[str]:
-    return [f"{name}.{projection}_proj.weight" for projection in ("gate", "up", "down")]
-
-
 def test_glm_4_6():
     spec = spec_from_config(GLM_4_6)
     attention, experts = spec.layers[91].attention, spec.layers[91].mlp
     assert [isinstance(layer.mlp, MLPSpec) for layer in spec.layers] == [True] * 3 + [False] * 89
-    assert (attention.num_heads, spec.num_kv_heads, spec.head_size, attention.qkv_bias) == (96, 8, 128, True)
+    assert (attention.num_heads, *spec.caches[0], attention.qkv_bias) == (96, 8, 128, True)
     assert attention.qk_norm == spec.norm and not attention.o_bias and attention.rope.rotary_dim == 64
     assert (experts.num_experts, experts.top_k, experts.scale, experts.scoring) == (160, 8, 2.5, "sigmoid")
     assert experts.correction_bias and experts.renormalize and experts.shared.intermediate_size == 1536
     assert spec.max_position_embeddings == 202752
     assert 352e9 < parameters(spec) < 354e9  # 357 billion with the layer that drafts
-
-
-def glm_names(layers: int, dense: int, experts: int) -> list[str]:
-    """As GLM-4.6's index lists them, the layer that drafts included."""
-    names = ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
-    for i in range(layers + 1):
-        mine = [*NORMS, *PROJECTIONS, "self_attn.q_norm.weight", "self_attn.k_norm.weight"]
-        mine += [f"self_attn.{p}_proj.bias" for p in "qkv"]
-        if i < dense:
-            mine += swiglu("mlp")
-        else:
-            mine += ["mlp.gate.weight", "mlp.gate.e_score_correction_bias", *swiglu("mlp.shared_experts")]
-            mine += [name for e in range(experts) for name in swiglu(f"mlp.experts.{e}")]
-        if i == layers:
-            mine += [f"{name}.weight" for name in ("eh_proj", "enorm", "hnorm", "embed_tokens")]
-            mine += ["shared_head.head.weight", "shared_head.norm.weight"]
-        names += [f"model.layers.{i}.{name}" for name in mine]
-    return names
-
-
-def write(folder, config: dict, names: list[str], shape_of) -> None:
-    """Random tensors of these names; those without a place have 3 elements."""
-    shapes = {name: shape_of(name) for name in names}
-    save_file({name: torch.randn(shape) for name, shape in shapes.items()}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-def add(folder, name: str) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    save_file({**tensors, name: torch.zeros(3)}, folder / "model.safetensors")
-
-
-def test_names_of_glm_4_6(tmp_path):
-    tiny = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 101}
-    tiny |= {"intermediate_size": 48, "moe_intermediate_size": 24, "num_hidden_layers": 3, "first_k_dense_replace": 1}
-    config = {**GLM_4_6, **tiny, "n_routed_experts": 8, "max_position_embeddings": 128, "torch_dtype": "float32"}
-    slots = weight_map(spec_from_config(config))
-    names = glm_names(3, 1, 8)
-    write(tmp_path, config, names, lambda name: slots[name].shape if name in slots else (3,))
-    load_decoder(tmp_path)
-    add(tmp_path, "model.layers.1.mlp.other.weight")
-    refused(tmp_path, r"tensor model\.layers\.1\.mlp\.other\.weight has no place")
 
 
 def test_llama_4_scout():
@@ -96,7 +50,10 @@ def test_llama_4_scout():
     assert all(layer.mlp == experts for layer in spec.layers) and isinstance(experts, MoESpec)
     assert (experts.num_experts, experts.top_k, experts.scoring, experts.weights_on_input) == (16, 1, "sigmoid", True)
     assert (experts.intermediate_size, experts.shared.intermediate_size) == (8192, 8192)
-    assert spec.max_position_embeddings == 8192  # the first chunk of the layers that see one
+    assert spec.max_position_embeddings == 10485760
+    chunks = [layer.attention.attention_chunk for layer in spec.layers]
+    assert chunks == [8192, 8192, 8192, None] * 12
+    assert spec.up_to(8193).layers == spec.layers and spec.up_to(8192).attention_chunk is None
     assert spec.eos_token_ids == (200001, 200007, 200008)
     assert 107e9 < parameters(spec) < 108e9
 
@@ -110,39 +67,11 @@ def test_waves_of_llama_4_scout():
     assert (want < frequencies).sum() == 29
 
 
-def scout_names(layers: int) -> list[str]:
-    """As Scout's index lists them."""
-    names = ["embed_tokens.weight", "norm.weight"]
-    mine = [*NORMS, *PROJECTIONS, "feed_forward.router.weight", *swiglu("feed_forward.shared_expert")]
-    mine += ["feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"]
-    names += [f"layers.{i}.{name}" for i in range(layers) for name in mine]
-    text = [f"language_model.model.{name}" for name in names] + ["language_model.lm_head.weight"]
-    towers = ["vision_model.class_embedding", "vision_model.model.layers.0.mlp.fc1.weight"]
-    return [*text, *towers, "multi_modal_projector.linear_1.weight"]
-
-
-def test_names_of_llama_4_scout(tmp_path):
-    config = copy.deepcopy(LLAMA_4_SCOUT)
-    tiny = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 101}
-    config["text_config"] |= {**tiny, "intermediate_size": 24, "num_hidden_layers": 4, "num_local_experts": 4}
-    config["text_config"] |= {"intermediate_size_mlp": 48, "attention_chunk_size": 128}
-    slots = weight_map(spec_from_config({**config, "torch_dtype": "float32"}))
-
-    def shape_of(name: str) -> tuple[int, ...]:
-        ours = name.removeprefix("language_model.")
-        return slots[ours].shape if ours in slots else (3,)
-
-    write(tmp_path, {**config, "torch_dtype": "float32"}, scout_names(4), shape_of)
-    load_decoder(tmp_path)
-    add(tmp_path, "language_model.model.layers.1.feed_forward.other.weight")
-    refused(tmp_path, r"tensor language_model\.model\.layers\.1\.feed_forward\.other\.weight has no place")
-
-
 def test_dbrx():
     spec = spec_from_config(DBRX)
     attention, experts = spec.layers[39].attention, spec.layers[39].mlp
     assert all(layer == spec.layers[0] for layer in spec.layers) and spec.num_layers == 40
-    assert (attention.num_heads, spec.num_kv_heads, spec.head_size, attention.clip_qkv) == (48, 8, 128, 8.0)
+    assert (attention.num_heads, *spec.caches[0], attention.clip_qkv) == (48, 8, 128, 8.0)
     assert attention.rope.base == 500000.0 and not (attention.qkv_bias or attention.o_bias)
     assert (spec.norm.kind, spec.norm.weight, spec.norm.bias) == ("layer", True, False)
     assert (experts.num_experts, experts.top_k, experts.intermediate_size) == (16, 4, 10752)
@@ -177,12 +106,13 @@ def test_names_of_dbrx(tmp_path):
     }
     shapes = {f"transformer.blocks.{i}.{name}": shape for i in range(2) for name, shape in of_layer.items()}
     shapes |= {"transformer.wte.weight": (101, 64), "transformer.norm_f.weight": (64,), "lm_head.weight": (101, 64)}
-    write(tmp_path, config, list(shapes), shapes.__getitem__)
+    save_file({name: torch.randn(shape) for name, shape in shapes.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
     experts_of_layer, tensors = load_decoder(tmp_path).layers[1].mlp, load_file(tmp_path / "model.safetensors")
     w1, v1, w2 = (
         tensors[f"transformer.blocks.1.ffn.experts.mlp.{name}"][2 * 24 : 3 * 24] for name in ("w1", "v1", "w2")
     )
     assert torch.equal(experts_of_layer.gate_up[2], torch.cat([w1, v1]))
     assert torch.equal(experts_of_layer.down[2], w2.T)
-    add(tmp_path, "transformer.blocks.1.ffn.other.weight")
+    edit(tmp_path, lambda tensors: tensors.update({"transformer.blocks.1.ffn.other.weight": torch.zeros(3)}))
     refused(tmp_path, r"tensor transformer\.blocks\.1\.ffn\.other\.weight has no place")

@@ -57,6 +57,21 @@ CASES = {
         {"model_type": "siglip_vision_model"},
         {"mm_tokens_per_image": 4, "image_token_index": 90},
     ),
+    "gemma4": (
+        "gemma4",
+        {
+            "model_type": "gemma4_text",
+            "sliding_window": 6,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "global_head_dim": 32,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 101,
+        },
+        {"model_type": "gemma4_vision", "num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 16},
+        {"image_token_id": 90, "pad_token_id": 0},
+    ),
     "mistral3": (
         "mistral3",
         {"model_type": "mistral"},
@@ -78,7 +93,7 @@ CASES = {
     ),
     "qwen3-vl-moe": (
         "qwen3_vl_moe",
-        {"rope_parameters": MROPE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+        {"rope_parameters": MROPE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20},
         {"out_hidden_size": 48, "deepstack_visual_indexes": []},
         QWEN,
     ),
@@ -158,6 +173,17 @@ def test_logits(tmp_path, case):
     logits = PagedRunner(ours).prefill(sequence, tokens, [7, 20, 13])
     assert relative_error(logits, reference_logits(theirs, tokens)) < LIMIT
     assert not any("vis" in name for name, _ in ours.named_parameters())
+
+
+def test_stacked_experts_as_published(tmp_path):
+    """Those of Qwen3-VL-30B-A3B lie [experts, in, out]; transformers 5 turns them, and writes them turned."""
+    theirs = write(tmp_path, "qwen3-vl-moe")
+    edit(tmp_path, lambda tensors: tensors.update({name: t.mT for name, t in tensors.items() if ".experts." in name}))
+    read = AutoModelForImageTextToText.from_pretrained(tmp_path, attn_implementation="eager", dtype=torch.float32)
+    tokens = random_tokens(40, 90, seed=2)
+    logits = PagedRunner(load_decoder(tmp_path)).prefill(PagedSequence(), tokens)
+    for model in (theirs, read):
+        assert relative_error(logits, reference_logits(model, tokens)) < LIMIT
 
 
 # What publishers have written: how text's tensors are called, those of towers, and the configuration.
@@ -297,7 +323,7 @@ PUBLISHED = {
 def test_published_configurations(name):
     config, want = PUBLISHED[name]
     spec = spec_from_config({"architectures": [name], **json.loads(json.dumps(config))})
-    got = spec.architecture, spec.vocab_size, spec.num_layers, spec.num_kv_heads, spec.head_size
+    got = spec.architecture, spec.vocab_size, spec.num_layers, *spec.caches[0]
     assert (*got, spec.eos_token_ids, spec.tie_word_embeddings) == want
     assert spec.text_of == name and spec.dtype == torch.bfloat16
 

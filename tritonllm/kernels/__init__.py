@@ -13,7 +13,7 @@ _HOME = {
     "gelu_and_mul": "elementwise.activation",
     "apply_activation": "elementwise.activation",
     "xielu": "elementwise.xielu",
-    "sigmoid_gate": "elementwise.sigmoid_gate",
+    "output_gate": "elementwise.output_gate",
     "store_kv": "attention.kv_cache",
     "copy_blocks": "attention.kv_cache",
     "pack_blocks": "attention.packed_blocks",

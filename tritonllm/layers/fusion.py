@@ -93,6 +93,8 @@ class LayerTraits:
         norms_router: whether the launch of the router can take the norm before it along: they are of one dtype.
         sums_last: whether nothing comes after the sum of the experts: there are experts, and no shared MLP.
         partial: whether its blocks compute a rank's part of a sum.
+        settles: whether something comes behind the MLP that reads or changes the whole stream, so that nothing is
+            pending where the layer ends; not ``sequential`` then.
     """
 
     sequential: bool
@@ -103,6 +105,7 @@ class LayerTraits:
     router: int = 0
     norms_router: bool = True
     sums_last: bool = False
+    settles: bool = False
 
     @classmethod
     def of_dense(
@@ -241,6 +244,8 @@ def _plan_layer(
 
 
 def _handed_on(layer: LayerTraits, plan: LayerPlan) -> _Handed:
+    if layer.settles:
+        return _Handed.STREAM
     if plan.mlp_add is AddBy.PRODUCT_WITH_NORM:
         return _Handed.NORMED if layer.router else _Handed.BEGUN
     return _Handed.ADDEND if plan.mlp_add is AddBy.LATER else _Handed.STREAM

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -33,6 +34,8 @@ class AttentionMetadata:
         max_decode_len: a bound of the decodes' keys, which chooses kernels (:mod:`tritonllm.layers.regime`); ``None``:
             what the tables have room for.
         local: which keys are this rank's, where ranks split them (:mod:`tritonllm.layers.context`); ``None``: all.
+        of_chunks: the same step as layers read it that see one chunk of the sequence
+            (:mod:`tritonllm.layers.attention_chunks`); ``None`` if there are none.
         stored: is told of each layer, by number, when the launches that store its keys and values are made; ``None``:
             nobody listens. Of a captured step this is while it is captured.
         exchange_rows: where engines share experts (:mod:`tritonllm.layers.exchanged_rows`), room for the rows of a rank
@@ -52,6 +55,7 @@ class AttentionMetadata:
     max_decode_len: int | None = None
     row_marks: torch.Tensor | None = None
     local: LocalKeys | None = None
+    of_chunks: "AttentionMetadata | None" = None
     stored: Callable[[int], None] | None = None
     exchange_rows: int = 0
     _starts: list[torch.Tensor] = field(default_factory=list, init=False, repr=False, compare=False)
@@ -81,6 +85,18 @@ class AttentionMetadata:
             tables = self.slot_mapping, self.block_tables, self.seq_lens
             self._bound.append(DecodeStep(*tables, positions, settled=True, **limits))
         return self._bound[0]
+
+
+class CacheShape(NamedTuple):
+    """What a layer keeps of a token: a key and a value of ``size`` elements for each of ``heads``."""
+
+    heads: int
+    size: int
+
+    @property
+    def elements(self) -> int:
+        """Elements of a token's keys and values."""
+        return 2 * self.heads * self.size
 
 
 @dataclass(frozen=True)

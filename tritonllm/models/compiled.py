@@ -61,6 +61,9 @@ class ModelParts(Protocol):
     def result(self) -> Callable[..., torch.Tensor]:
         """Makes a new tensor of the operator's arguments, as :meth:`attend` returns it; annotated, for a schema."""
 
+    def settle(self, step: AttentionInputs, positions: torch.Tensor) -> AttentionInputs:
+        """What :meth:`attend` gets of a step."""
+
     def kind(self, tokens: int, rows: int | None) -> tuple[Any, ...]:
         """Steps of one kind launch the same operations. First comes what the step takes as its plan."""
 
@@ -91,6 +94,9 @@ class _DecoderParts:
         self, qkv: torch.Tensor, positions: torch.Tensor, table: torch.Tensor | None, layer: int
     ) -> torch.Tensor:
         return qkv.new_empty(qkv.shape[0], self._columns[layer])
+
+    def settle(self, step: AttentionInputs, positions: torch.Tensor) -> AttentionInputs:
+        return step._replace(metadata=self._model.settle(step.metadata, positions, step.kv_cache))
 
     def kind(self, tokens: int, rows: int | None) -> tuple[Any, ...]:
         # beside the plan, layers.fusion.few_rows decides
@@ -144,6 +150,9 @@ class _TransformersParts:
         softcap: float,
     ) -> torch.Tensor:
         return q.new_empty(q.shape)
+
+    def settle(self, step: AttentionInputs, positions: torch.Tensor) -> AttentionInputs:
+        return step
 
     def kind(self, tokens: int, rows: int | None) -> tuple[Any, ...]:
         return (None,)
@@ -281,7 +290,7 @@ class CompiledModel:
         """Run one step, as :meth:`~tritonllm.models.decoder.Decoder.forward`; never compiles."""
         inside = rows if self._parts.takes_rows else None
         plan = self._parts.kind(len(positions), None if inside is None else len(inside))[0]
-        self._bound = AttentionInputs(metadata, kv_cache)
+        self._bound = self._parts.settle(AttentionInputs(metadata, kv_cache), positions)
         try:
             with torch.compiler.set_stance("eager_on_recompile"):
                 hidden: torch.Tensor = self._step(plan, input_ids.int(), positions, inside)

@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,12 +12,14 @@ from torch import nn
 from tritonllm.dist.exchange import NO_EXCHANGE, Exchange
 from tritonllm.dist.group import ALONE, Group, share_of
 from tritonllm.kernels import ROW_UNIT, SHARD_UNIT, cap_logits, decode_short_keys
+from tritonllm.layers.attention_chunks import within_chunks
 from tritonllm.layers.context import with_local_keys
 from tritonllm.layers.exchanged_rows import ExchangedRows
 from tritonllm.layers.expert_counts import ExpertCounts
 from tritonllm.layers.fusion import FusionPlan, FusionPlanner
 from tritonllm.layers.head import Head
 from tritonllm.layers.invariance import SEPARATE, make_batch_invariant
+from tritonllm.layers.layer_inputs import LayerInputs
 from tritonllm.layers.linear import Embedding, Linear, put_beside
 from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
 from tritonllm.layers.norm import Norm
@@ -53,8 +56,8 @@ class Decoder(nn.Module):
         spec: what this rank computes.
         whole: what all ranks compute together.
         group, context, stage, exchange: as they were given.
-        incoming: ``[tokens, hidden]``, where a stage behind the first finds what the one before it has computed of a
-            step's tokens. A step overwrites it.
+        incoming: ``[tokens, columns_in]``, where a stage behind the first finds what the one before it has computed of
+            a step's tokens. A step overwrites it.
         expert_counts: the counts of all steps so far; ``None`` if they are not counted.
         quantization: the narrow format of the weights of the layers' products (:mod:`tritonllm.models.quantization`).
         together: the most elements that the products of one of its layers have (:class:`Linear`).
@@ -92,6 +95,7 @@ class Decoder(nn.Module):
         self.embedding_norm: Norm | None = None
         self.token_types: Embedding | None = None
         self.positions: Embedding | None = None
+        self.layer_inputs: LayerInputs | None = None
         self.project_in: Linear | None = None
         self.project_out: Linear | None = None
         self.norm: Norm | None = None
@@ -108,6 +112,8 @@ class Decoder(nn.Module):
         if self.stage.first:
             self._add_head(local, dtype, device)
         put_beside(self.children(), self.together)
+        if self.layer_inputs is not None:
+            put_beside(self.layer_inputs.children(), self.together)
         specs = [layer.attention for layer in self.spec.layers]
         self._heads = {(spec.num_heads, spec.num_kv_heads, spec.head_size) for spec in specs}
         group.reserve(spec.hidden_size, dtype)
@@ -139,6 +145,20 @@ class Decoder(nn.Module):
         return own.start
 
     @property
+    def columns_in(self) -> int:
+        """Elements of a token that come from the stage before: its stream, and the inputs of the layers from here."""
+        return self._columns_at(self.stage.layers.start)
+
+    @property
+    def columns_out(self) -> int:
+        """Elements of a token that go to the next stage; of the last stage, back to the first one."""
+        return self._columns_at(self.stage.layers.stop)
+
+    def _columns_at(self, layer: int) -> int:
+        inputs = self.whole.layer_inputs
+        return self.whole.hidden_size + (0 if inputs is None else (self.whole.num_layers - layer) * inputs.size)
+
+    @property
     def _own_logits(self) -> range | None:
         """The part of the vocabulary that this rank multiplies by; ``None`` for all."""
         rank, size = self.group.rank, self.group.size
@@ -156,6 +176,9 @@ class Decoder(nn.Module):
             self.token_types = Embedding(spec.token_types, spec.hidden_size, dtype=dtype, device=device)
         if spec.learned_positions:
             self.positions = Embedding(spec.learned_positions, spec.hidden_size, dtype=dtype, device=device)
+        if spec.layer_inputs is not None:
+            sizes = spec.hidden_size, spec.num_layers
+            self.layer_inputs = LayerInputs(*sizes, spec.layer_inputs, dtype=dtype, device=device)
         if size != spec.hidden_size:
             self.project_in = Linear(size, spec.hidden_size, bias=False, dtype=dtype, device=device)
             self.project_out = Linear(spec.hidden_size, size, bias=False, dtype=dtype, device=device)
@@ -192,7 +215,7 @@ class Decoder(nn.Module):
 
         Returns:
             ``[R, hidden]`` after the last norm, for :meth:`compute_logits`; without ``rows`` ``[T, hidden]``. Of a
-            stage before the last one always ``[T, hidden]``, which the next one goes on with.
+            stage before the last one always ``[T, columns_out]``, which the next one goes on with.
 
         Raises:
             ValueError: another number of caches than of layers.
@@ -221,10 +244,21 @@ class Decoder(nn.Module):
         Raises:
             ValueError: another number of caches than of layers, or a layer that is not there.
         """
-        if self.context.size > 1:  # before the embedding, behind whose end attention's kernels take slots as settled
-            metadata = with_local_keys(metadata, positions, self.context)
+        metadata = self.settle(metadata, positions, kv_cache)
         plan = self.plan(len(positions), None if rows is None else len(rows), positions.device)
         return self.run(plan, self.begin(input_ids, positions), positions, metadata, kv_cache, rows, before)
+
+    def settle(
+        self, metadata: AttentionMetadata, positions: torch.Tensor, kv_cache: Sequence[KVCacheView]
+    ) -> AttentionMetadata:
+        """A step's metadata with what this model's layers read beside it. Before the embedding, behind whose end
+        attention's kernels take slots and lengths as settled. Arguments as in :meth:`forward`."""
+        if self.context.size > 1:
+            metadata = with_local_keys(metadata, positions, self.context)
+        size = self.spec.attention_chunk
+        if size is not None:
+            metadata = replace(metadata, of_chunks=within_chunks(metadata, size, kv_cache[0].k.shape[1]))
+        return metadata
 
     def plan(self, tokens: int, rows: int | None, device: torch.device) -> FusionPlan:
         """What decides by a step's size which operations it launches. Arguments as in :meth:`forward`."""
@@ -264,15 +298,29 @@ class Decoder(nn.Module):
                 travels = ExchangedRows(self.exchange, room, metadata.marks(wanted=last))
             batch = positions, table, metadata, kv_cache[place]
             scale = None if scaling is None else scales[scaling]
-            self.layers[place](stream, how, *batch, wanted, following, counter, travels, scale)
+            self.layers[place](stream, how, *batch, wanted, following, counter, travels, scale, place)
             if stored is not None:
                 stored(place)
-        return stream.enter(self.norm, plan.last_norm).rows, [states[place] for place in before]
+        hidden = stream.enter(self.norm, plan.last_norm).rows
+        if stream.layer_inputs is not None and not self.stage.last:
+            hidden = torch.cat((hidden, stream.layer_inputs[:, self.spec.num_layers :].flatten(1)), dim=1)
+        return hidden, [states[place] for place in before]
 
     def begin(self, input_ids: torch.Tensor, positions: torch.Tensor) -> Stream:
         """The residual stream with which a step begins. Arguments as in :meth:`forward`."""
+        inputs = None
+        if self.incoming is None:
+            rows = self._embed(input_ids, positions)
+            if self.layer_inputs is not None:
+                inputs = self.layer_inputs(input_ids, rows)
+        else:
+            rows = self.incoming[: len(positions)]
+            if self.whole.layer_inputs is not None:
+                rows, inputs = rows[:, : self.spec.hidden_size], rows[:, self.spec.hidden_size :]
+                rows, inputs = rows.contiguous(), inputs.unflatten(1, (-1, self.whole.layer_inputs.size))
         return Stream(
-            self._embed(input_ids, positions) if self.incoming is None else self.incoming[: len(positions)],
+            rows,
+            layer_inputs=inputs,
             scale=self.spec.residual_multiplier,
             becomes_normed=self.spec.norm_position == "stream",
             group=self.group,

@@ -23,6 +23,7 @@ class Slot:
             hold all experts, else 0.
         start: first of those rows.
         transposed: the checkpoint has the last two dimensions the other way round (GPT-2's ``Conv1D``).
+        either_way: a checkpoint may as well have these the other way round; of a square tensor it has not.
         is_row: the checkpoint has one dimension more, the first, of 1.
         flat_experts: the checkpoint has so many experts one below the other, in one dimension less (DBRX); 0 for no
             such tensor.
@@ -38,6 +39,7 @@ class Slot:
     axis: int = 0
     start: int = 0
     transposed: bool = False
+    either_way: bool = False
     is_row: bool = False
     flat_experts: int = 0
     minus: float = 0.0
@@ -50,6 +52,13 @@ class Slot:
         if self.flat_experts:
             shape = (self.flat_experts, shape[0] // self.flat_experts, *shape[1:])
         return (*shape[:-2], shape[-1], shape[-2]) if self.transposed else shape
+
+    def as_in(self, shape: tuple[int, ...]) -> "Slot":
+        """This slot for a tensor of that shape, where it is ``either_way``."""
+        turned = (*self.shape[:-2], *reversed(self.shape[-2:]))
+        if not self.either_way or shape == self.shape or shape != turned:
+            return self
+        return dataclasses.replace(self, shape=turned, transposed=not self.transposed)
 
     def place(self, parameter: torch.Tensor) -> torch.Tensor:
         """The view of ``parameter`` that the tensor fills, in the decoder's own orientation and order."""

@@ -52,18 +52,19 @@ def test_gpu_slug(name, slug):
 
 
 @given(
-    tokens=st.lists(st.integers(0, 2**20), min_size=1, max_size=6, unique=True),
-    wanted=st.integers(0, 2**20),
+    tokens=st.lists(st.integers(0, 20), min_size=1, max_size=6, unique=True),
+    wanted=st.integers(1, 2**20),
 )
 def test_lookup_takes_the_nearest_entry(tokens, wanted):
-    table = {"entries": [{"key": {"tokens": t, "dtype": "bf16"}, "config": {"BLOCK": t}} for t in tokens]}
+    table = {"entries": [{"key": {"tokens": 1 << t, "dtype": "bf16"}, "config": {"BLOCK": 1 << t}} for t in tokens]}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuning, "load_table", lambda slug, op: table)
         found = tuning._lookup.__wrapped__("gpu", "op", default, (("tokens", wanted), ("dtype", "bf16")))
-    ratios = {t: abs(math.log2((t + 1) / (wanted + 1))) for t in tokens}
+    stand_in = 1 << math.ceil(math.log2(wanted))
+    ratios = {1 << t: abs(math.log2(((1 << t) + 1) / (stand_in + 1))) for t in tokens}
     near = min(ratios.values())
     if "key" in found:  # the default
-        assert near >= FAR
+        assert near >= FAR and found["key"]["tokens"] == stand_in
     else:
         assert ratios[found["BLOCK"]] == pytest.approx(near) and near <= FAR
 
@@ -74,11 +75,11 @@ def test_the_default_takes_the_place_of_what_says_nothing(tables):
     def chosen(rows):
         return {"kernel": "few" if rows < 100 else "many", "BLOCK": rows}
 
-    others = [{"key": {"rows": 400}}, {"key": {"rows": 90}, "config": {"kernel": "few", "BLOCK": 7}}]
-    tables("op", [{"key": {"rows": 120}, "config": {"kernel": "few", "BLOCK": 5}}, *others])
-    found = {rows: get_config("op", GPU, chosen, rows=rows) for rows in (90, 91, 119, 120, 121, 400, 401)}
-    assert [config["kernel"] for config in found.values()] == ["few", "few", "many", "few", "many", "many", "many"]
-    assert [config["BLOCK"] for config in found.values()] == [7, 7, 119, 5, 121, 400, 400]
+    others = [{"key": {"rows": 512}}, {"key": {"rows": 64}, "config": {"kernel": "few", "BLOCK": 7}}]
+    tables("op", [{"key": {"rows": 128}, "config": {"kernel": "few", "BLOCK": 5}}, *others])
+    found = {rows: get_config("op", GPU, chosen, rows=rows) for rows in (63, 64, 95, 127, 128, 129, 182, 300, 512)}
+    assert [config["kernel"] for config in found.values()] == ["few"] * 5 + ["many"] * 4
+    assert [config["BLOCK"] for config in found.values()] == [7, 7, 5, 5, 5, 256, 256, 512, 512]
 
 
 def test_a_default_that_was_not_beaten_is_that_of_the_models_own_sizes(tables):
@@ -89,7 +90,37 @@ def test_a_default_that_was_not_beaten_is_that_of_the_models_own_sizes(tables):
 
     tables("op", [{"key": {"m": 16, "n": 4096}}])
     assert get_config("op", GPU, chosen, m=20, n=2100) == {"ROWS": 16, "BLOCK": 2100}
-    assert get_config("op", GPU, chosen, m=100, n=4096) == {"ROWS": 100, "BLOCK": 4096}, "far away"
+    assert get_config("op", GPU, chosen, m=100, n=4096) == {"ROWS": 128, "BLOCK": 4096}, "far away"
+    assert get_config("op", GPU, chosen, m=100, n=40000) == {"ROWS": 100, "BLOCK": 40000}, "another model"
+
+
+@given(
+    entries=st.dictionaries(st.integers(0, 16), st.sampled_from([None, "few", "many"]), min_size=1, max_size=4),
+    model=st.sampled_from([1, 2, 3, 100]),
+    few=st.integers(0, 17),
+    up_to=st.integers(1, 2**17),
+    times=st.integers(1, 9),
+)
+def test_what_lies_between_powers_of_two_has_no_configuration_of_its_own(entries, model, few, up_to, times):
+    """A start that visits the powers of two of a step's tokens, and the most that there may be, has met all."""
+
+    def chosen(rows, n):
+        return {"kernel": "few" if rows <= 1 << few else "many", "BLOCK": rows.bit_length() - (rows & (rows - 1) == 0)}
+
+    configs = {
+        bit: {} if kernel is None else {"config": {"kernel": kernel, "BLOCK": -bit}} for bit, kernel in entries.items()
+    }
+    table = {"entries": [{"key": {"rows": 1 << bit, "n": 1}, **config} for bit, config in configs.items()]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuning, "load_table", lambda slug, op: table)
+
+        def found(tokens):
+            key = (("rows", times * tokens), ("n", model))
+            return tuple(tuning._lookup.__wrapped__("gpu", "op", chosen, key).items())
+
+        visited = {found(1 << bit) for bit in range(up_to.bit_length())} | {found(up_to)}
+        between = {up_to * part // 40 for part in range(1, 41)} | {(1 << bit) * 5 // 4 for bit in range(17)}
+        assert {found(tokens) for tokens in between if 1 <= tokens <= up_to} <= visited
 
 
 keys = st.dictionaries(
@@ -189,6 +220,10 @@ def test_why_a_configuration_was_chosen(tables):
             "the default: nvidia_test has no table of other",
             "the default: tensors are not on a GPU",
         ]
+    tables("rows", [{"key": {"rows": 128}}])
+    with tuning.watched() as of_rows:
+        get_config("rows", GPU, lambda rows: {}, rows=100)
+    assert of_rows[0].reason == "the default, not beaten in nvidia_test/rows, nearest to rows=128"
     get_config("op", GPU, chosen, n=120)
     assert len(choices) == len(asked)
 

@@ -59,6 +59,8 @@ class DraftTree:
         parents: for each node, the index of the node that it follows, an earlier one, or -1; level by level.
         seats: the most sequences of a step.
         device: the device that steps run on.
+        attention_chunk: see :class:`~tritonllm.layers.attention.AttentionSpec`, of the model that verifies. Nodes in
+            another chunk than the last token are no drafts: their ancestors' keys do not begin with a block.
 
     Attributes:
         depth: the depth of the deepest node; those behind the last token have 1.
@@ -67,7 +69,10 @@ class DraftTree:
         path: ``[seats, G + 1]`` int64, the tokens that the last verdict has gone through, 0 first, then -1.
     """
 
-    def __init__(self, parents: Sequence[int], seats: int, device: torch.device) -> None:
+    def __init__(
+        self, parents: Sequence[int], seats: int, device: torch.device, attention_chunk: int | None = None
+    ) -> None:
+        self._chunk = attention_chunk
         depths, masks = [0], [1]
         for node, parent in enumerate(parents):
             depths.append(depths[parent + 1] + 1)
@@ -87,11 +92,14 @@ class DraftTree:
         self._workspace = torch.zeros(seats * widest, dtype=torch.int32, device=device)
 
     def lay_out(self, batch: Batch) -> Batch:
-        """A settled step with what its drafts see of each other; writes their positions."""
+        """A settled step with what its drafts see of each other; writes their positions, and how many there may be."""
         count = batch.metadata.segments.verify.sequences
         positions = batch.inputs.positions.view(count, -1)
         # those of a chain end where a sequence must, and no node is deeper than its place in the chain
         positions.copy_(torch.minimum(positions, positions[:, :1] + self._depths))
+        if self._chunk is not None:  # level by level: those that remain are the first ones
+            chunks, allowed = positions // self._chunk, batch.inputs.drafts
+            allowed.copy_(torch.minimum(allowed, (chunks == chunks[:, :1]).sum(1) - 1))
         return replace(batch, metadata=replace(batch.metadata, tree_mask=self._masks.repeat(count)))
 
     def propose(self, drafter: Grower, step: DraftStep) -> None:

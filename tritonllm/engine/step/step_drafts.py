@@ -17,6 +17,7 @@ from tritonllm.engine.schedule.speculation import most_verified
 from tritonllm.engine.step.device_seats import DeviceSeats
 from tritonllm.kernels.speculative.clock import note_time
 from tritonllm.models.interface import CausalLM
+from tritonllm.models.spec import ModelSpec
 
 
 class StepDrafts:
@@ -55,7 +56,8 @@ class StepDrafts:
         self.verified = most_verified(speculative, config.scheduler)
         self.tree: DraftTree | None = None
         if speculative is not None and speculative.tree is not None:
-            self.tree = DraftTree(speculative.tree, seats, device)
+            chunk = model.spec.attention_chunk if isinstance(model.spec, ModelSpec) else None
+            self.tree = DraftTree(speculative.tree, seats, device, chunk)
         self.model: DraftModel | None = make_draft(draft, seats, self.most, device, self.tree)
         self.cost = 0.0 if draft is None else draft_cost(draft, model)
         self.drafter: Drafter | None = self.model

@@ -160,7 +160,9 @@ def cascade_decode_attention(
     prefix_out, prefix_lse = varlen_prefill_attention(
         *(q if parts == 1 else q.repeat(parts, 1, 1), k_cache, v_cache),
         *(plan.prefix_tables, plan.prefix_cu_seqlens, plan.prefix_lens),
-        max_seqlen_q=max(1, len(q)),
+        # what is launched depends on the next power of two alone, as a start expects, also where a key's query heads
+        # are no power of two
+        max_seqlen_q=triton.next_power_of_2(max(1, len(q))),
         causal=False,
         **options,
     )

@@ -79,7 +79,7 @@ def count_experts(ids: torch.Tensor, marks: torch.Tensor, counts: torch.Tensor) 
         ValueError: a wrong shape, dtype or device.
     """
     check_tensor("ids", ids, ("T", "k"), dtype=INTEGERS)
-    require(ids.numel() < 2**31, f"ids must have fewer than 2^31 elements, got {ids.numel()}; split the tokens")
+    require(ids.numel() < 2**31, "ids must have fewer than 2^31 elements: split the tokens")
     check_tensor("marks", marks, (len(ids),), dtype=INTEGERS, like=ids)
     check_tensor("counts", counts, ("E",), dtype=torch.int64, like=ids)
     _count_experts(ids, marks, counts)

@@ -248,7 +248,8 @@ def _check_choice(x: torch.Tensor, choice: ExpertChoice, batch_invariant: bool) 
     weights, ids, expert_map = choice
     check_tensor("ids", ids, (len(x), "k"), dtype=(torch.int32, torch.int64), like=x)
     require(ids.shape[1] > 0, "ids must have at least one expert for each token, got none")
-    require(ids.numel() < 2**31, f"ids must have fewer than 2^31 elements, got {ids.numel()}; split the tokens")
+    # without the number: to write it down would make it a constant of a compiled graph
+    require(ids.numel() < 2**31, "ids must have fewer than 2^31 elements: split the tokens")
     check_tensor("weights", weights, ids.shape, like=x)
     check_map(x, expert_map, batch_invariant)
 

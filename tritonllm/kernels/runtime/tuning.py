@@ -9,12 +9,15 @@ A GPU without tables takes those of its nearest relative (:mod:`tritonllm.kernel
 
 A lookup takes the entry with the nearest key: strings (and what ``EXACT`` names) must be equal, other numbers count by
 the distance of their logarithms. An entry without a ``config`` says that the op's default, a plain function of the key,
-was not beaten there. Then the default holds for the wanted key, but with the entry's numbers of tokens and the like
-(``OF_A_STEP``): one number of tokens launches what its neighbours launch, so that a start can visit all there is; and
-each weight has the default of its own size, not that of the weight that was measured. The default is also taken by a
-GPU without a table, by a key far from all entries, and in the place of an entry that takes another *kernel* than the
-default: which kernel is faster says nothing about other keys, if the default has looked at this one and decided
-otherwise.
+was not beaten there. Then the default holds for the wanted key, but with the entry's numbers of a step
+(``OF_A_STEP``): each weight has the default of its own size, not that of the weight that was measured. The default is
+also taken by a GPU without a table, by a key far from all entries, and in the place of an entry that takes another
+*kernel* than the default: which kernel is faster says nothing about other keys, if the default has looked at this one
+and decided otherwise.
+
+Where a model has entries, a step's numbers of tokens and the like count as the next power of two, or as the one before
+if the two take different kernels and that one takes the default's. A start visits the powers of two, so a number in
+between must launch what one of these launches.
 """
 
 import functools
@@ -127,23 +130,51 @@ def _slug_of(device: torch.device) -> str | None:
     return None if name is None else gpu_slug(name)
 
 
-def _choose(slug: str | None, op: str, default: Callable[..., Config], wanted: Key) -> tuple[Config, str]:
-    """A configuration, and why this one."""
-    table = load_table(slug, op) if slug else None
-    otherwise = default(**wanted)
-    if not table or not table["entries"]:
-        where = "tensors are not on a GPU" if slug is None else f"{slug} has no table of {op}"
-        return otherwise, f"the default: {where}"
-    away, best = min(((distance(e["key"], wanted), e) for e in table["entries"]), key=lambda pair: pair[0])
+def _beside(wanted: Key) -> tuple[Key, Key]:
+    """``wanted`` with its numbers of a step turned down and up to powers of two."""
+    powers = {name: math.log2(max(1, int(value))) for name, value in wanted.items() if name in OF_A_STEP}
+    low, high = ({name: 1 << turn(power) for name, power in powers.items()} for turn in (math.floor, math.ceil))
+    return {**wanted, **low}, {**wanted, **high}
+
+
+def _of_model(key: Key) -> Key:
+    return {name: value for name, value in key.items() if name not in OF_A_STEP}
+
+
+def _choose_at(
+    key: Key, wanted: Key, entries: list[Any], where: str, default: Callable[..., Config]
+) -> tuple[Config, str]:
+    """:func:`_choose` for ``wanted`` by the entry that is nearest to ``key``, whose numbers of a step are powers of
+    two."""
+    otherwise = default(**key)
+    away, best = min(((distance(e["key"], key), e) for e in entries), key=lambda pair: pair[0])
     if away > FAR:
-        return otherwise, f"the default: no entry of {slug}/{op} is near"
+        return otherwise, f"the default: no entry of {where} is near"
     others = ", ".join(f"{name}={value}" for name, value in best["key"].items() if wanted[name] != value)
-    entry = f"{slug}/{op}, " + (f"nearest to {others}" if others else "exactly this size")
+    entry = f"{where}, " + (f"nearest to {others}" if others else "exactly this size")
     of_step = {name: value for name, value in best["key"].items() if name in OF_A_STEP}
-    tuned = best["config"] if "config" in best else default(**{**wanted, **of_step})
+    tuned = best["config"] if "config" in best else default(**{**key, **of_step})
     if away > 0 and tuned.get("kernel") != otherwise.get("kernel"):
         return otherwise, f"the default: the table entry {entry}, takes another kernel"
     return dict(tuned), f"table entry {entry}" if "config" in best else f"the default, not beaten in {entry}"
+
+
+def _choose(slug: str | None, op: str, default: Callable[..., Config], wanted: Key) -> tuple[Config, str]:
+    """A configuration, and why this one."""
+    table, where = load_table(slug, op) if slug else None, f"{slug}/{op}"
+    otherwise = default(**wanted)
+    if not table or not table["entries"]:
+        absent = "tensors are not on a GPU" if slug is None else f"{slug} has no table of {op}"
+        return otherwise, f"the default: {absent}"
+    model = _of_model(wanted)
+    entries = [entry for entry in table["entries"] if distance(_of_model(entry["key"]), model) <= FAR]
+    if not entries:
+        return otherwise, f"the default: no entry of {where} is near"
+    low, high = (_choose_at(key, wanted, entries, where, default) for key in _beside(wanted))
+    of_low, of_high, own = (config.get("kernel") for config in (low[0], high[0], otherwise))
+    if of_high in (of_low, own):
+        return high
+    return low if of_low == own else (otherwise, f"the default: the entries of {where} beside it take other kernels")
 
 
 @functools.lru_cache(maxsize=65536)

@@ -18,7 +18,7 @@ from tritonllm.models.families.common import (
     sparse_layers,
 )
 from tritonllm.models.families.llama import COMMON, QWEN, qwen_windows
-from tritonllm.models.spec import LayerSpec
+from tritonllm.models.spec import LayerSpec, ModelSpec
 from tritonllm.models.weight_names import WeightNames
 
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0  # of the activation that the kernel calls "swigluoai"
@@ -170,6 +170,11 @@ _YARN_OF_GPT_OSS = {
     "original_max_position_embeddings": 4096,
 }
 
+
+def _qwen3_moe_names(spec: ModelSpec) -> WeightNames:
+    return WeightNames(stacked_either_way=spec.text_of == "Qwen3VLMoeForConditionalGeneration")
+
+
 FAMILIES: dict[str, Family] = {
     "MixtralForCausalLM": Family(
         model_type="mixtral",
@@ -207,7 +212,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen3MoeForCausalLM": Family(
         model_type="qwen3_moe",
         axes=_qwen3_moe,
-        names=always(WeightNames()),
+        names=_qwen3_moe_names,
         defaults={
             **_QWEN_MOE,
             "num_key_value_heads": 4,

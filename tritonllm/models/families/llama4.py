@@ -1,8 +1,7 @@
 """Llama 4 (text): some layers do not rotate and see everything, the others see the chunk of the sequence that they are
 in; one expert a token, whose input its score multiplies.
 
-Layers by chunks are computed as all others, which is the same up to the end of the first chunk: that is the longest
-sequence, 8192 tokens in the published models.
+Chunks are of 8192 tokens in the published models; a sequence that is not longer is computed as if there were none.
 """
 
 from typing import Any
@@ -28,17 +27,18 @@ def _rotates(config: ConfigReader) -> list[bool]:
     return [(i + 1) % interval != 0 for i in range(config.size("num_hidden_layers"))]
 
 
-def _has_chunks(config: ConfigReader, rotates: list[bool]) -> bool:
-    """Whether there are layers that see one chunk: by ``layer_types``, else those that rotate."""
+def _chunks(config: ConfigReader, rotates: list[bool]) -> list[int | None]:
+    """The chunk that each layer sees of, ``None`` for all: by ``layer_types``, else those that rotate have one."""
     kinds = config.get("layer_types")
+    size = None if config.get("attention_chunk_size") is None else config.size("attention_chunk_size")
     if kinds is None:
-        return config.get("attention_chunk_size") is not None and any(rotates)
+        return [size if turns else None for turns in rotates]
     if not isinstance(kinds, list) or len(kinds) != len(rotates) or not set(kinds) <= _KINDS:
         raise ValueError(
             f"config.json: layer_types must be {' or '.join(sorted(_KINDS))} for each of {len(rotates)} layers, got "
             f"{kinds!r}"
         )
-    return "chunked_attention" in kinds
+    return [size if kind == "chunked_attention" else None for kind in kinds]
 
 
 def _sparse(config: ConfigReader) -> list[int]:
@@ -62,9 +62,9 @@ def _llama4(config: ConfigReader) -> dict[str, Any]:
     if config.flag("attn_temperature_tuning"):
         scaling = QueryScaling(every=config.size("floor_scale"), factor=config.number("attn_scale"), shift=1)
 
-    def attends(rotates: bool) -> AttentionSpec:
+    def attends(rotates: bool, chunk: int | None) -> AttentionSpec:
         axes: dict[str, Any] = {"rope": rope, "qk_norm": of_head} if rotates else {"query_scaling": scaling}
-        return attention(config, qkv_bias=bias, o_bias=bias, **axes)
+        return attention(config, qkv_bias=bias, o_bias=bias, attention_chunk=chunk, **axes)
 
     inner, top_k = config.size("intermediate_size"), config.size("num_experts_per_tok")
     if top_k != 1:
@@ -80,13 +80,12 @@ def _llama4(config: ConfigReader) -> dict[str, Any]:
         shared=MLPSpec(intermediate_size=inner, activation=activation),
     )
     dense = MLPSpec(intermediate_size=config.size("intermediate_size_mlp"), activation=activation)
-    rotates, sparse, longest = _rotates(config), _sparse(config), config.longest(rope)
-    if _has_chunks(config, rotates):
-        longest = min(longest, config.size("attention_chunk_size"))
+    rotates, sparse = _rotates(config), _sparse(config)
     layers = [
-        LayerSpec(attention=attends(turns), mlp=experts if i in sparse else dense) for i, turns in enumerate(rotates)
+        LayerSpec(attention=attends(turns, chunk), mlp=experts if i in sparse else dense)
+        for i, (turns, chunk) in enumerate(zip(rotates, _chunks(config, rotates), strict=True))
     ]
-    return {"norm": norm, "layers": tuple(layers), "max_position_embeddings": longest}
+    return {"norm": norm, "layers": tuple(layers)}
 
 
 FAMILIES: dict[str, Family] = {
