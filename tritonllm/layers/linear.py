@@ -76,6 +76,7 @@ class Linear(nn.Module):
     input once.
 
     Attributes:
+        dtype: the dtype of what comes and goes; of the weight, too, unless it is narrow.
         together: elements of the weights of all products of its layer, of which those of few rows choose one kind of
             kernel; 0 for four times its own.
     """
@@ -90,6 +91,7 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = empty_parameter(out_features, in_features, dtype=dtype, device=device)
         self.scales: nn.Parameter | None = None
+        self.dtype = dtype
         self._format = PLAIN
         self._columns = out_features
         self.bias = empty_parameter(out_features, dtype=dtype, device=device) if bias else None
@@ -174,7 +176,7 @@ class Linear(nn.Module):
         """Multiply by this weight from here on: one in a narrow format with a scale for each row. On the CPU, whose
         products read wide weights, by its numbers times their scales."""
         if self.weight.is_cpu:
-            self.weight.copy_(widen_weight(to, self.weight.dtype))
+            self.weight.copy_(widen_weight(to, self.dtype))
             return
         assert to.scales is not None
         self.weight, self.scales = (nn.Parameter(part, requires_grad=False) for part in (to.data, to.scales))

@@ -84,7 +84,7 @@ class DecoderLayer(nn.Module):
         }
         if isinstance(mlp, MoE):
             router, shared = mlp.router.weight, mlp.shared is not None
-            same = router.dtype == attention.qkv.weight.dtype
+            same = router.dtype == attention.qkv.dtype
             found = LayerTraits.of_experts(**traits, router=router, shared=shared, norms_router=same)
         else:
             weights = [product.operand for product in (attention.qkv, attention.o, mlp.up, mlp.down)]
