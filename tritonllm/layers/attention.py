@@ -301,7 +301,7 @@ class Attention(nn.Module):
         bound = self._bound
         if bound is None or bound.k_cache is not kv_cache.k or bound.heads.cos_sin_cache is not cos_sin_cache:
             heads = {**self._heads(cos_sin_cache), **self._options(), "workspace": kv_cache.workspace}
-            bound = bind_layer(self.spec.num_heads, self.qkv.weight.dtype, kv_cache.k, kv_cache.v, **heads)
+            bound = bind_layer(self.spec.num_heads, self.qkv.dtype, kv_cache.k, kv_cache.v, **heads)
             self._bound = bound
         return bound
 

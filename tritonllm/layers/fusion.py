@@ -19,9 +19,8 @@ does what it says. A kernel knows what it can take along and for which sizes tha
 
 Tensor parallelism is a trait of a layer: a rank's part of a result is not added to the stream, so it is pending until
 the block that follows sums it up and enters. Up to so many rows as the ranks' GPUs can write to each other's memory
-faster than NCCL (:attr:`FusionLimits.summed`), that is one launch with the addition and the norm. Adapters and narrow
-weights have their place here too: each will be a trait, which :func:`plan_step` turns into another way to add or to
-normalise.
+faster than NCCL (:attr:`FusionLimits.summed`), that is one launch with the addition and the norm. Adapters
+have their place here too: a trait, which :func:`plan_step` will turn into another way to add or to normalise.
 """
 
 from collections.abc import Sequence
@@ -32,6 +31,7 @@ import torch
 
 from tritonllm.kernels.dense.linear import MAX_M
 from tritonllm.kernels.dense.medium import begins_norms, rows_that_begin_norms
+from tritonllm.kernels.dense.weight import PLAIN, Weight
 from tritonllm.layers.metadata import AttentionMetadata
 
 # Tokens times elements of the router up to which norm and logits are one launch: of Qwen3-30B-A3B 16 tokens (with the
@@ -109,10 +109,11 @@ class LayerTraits:
 
     @classmethod
     def of_dense(
-        cls, *, sequential: bool, rms: bool, parallel: bool, weights: Sequence[torch.Tensor], partial: bool = False
+        cls, *, sequential: bool, rms: bool, parallel: bool, weights: Sequence[Weight], partial: bool = False
     ) -> "LayerTraits":
-        """A layer whose products have these ``weights``, from the first to the last."""
-        begins = sequential and rms and not partial and all(map(begins_norms, weights))
+        """A layer whose products have these ``weights``, from the first to the last. Narrow ones begin no norms."""
+        plain = all(weight.format == PLAIN for weight in weights)
+        begins = sequential and rms and not partial and plain and all(begins_norms(weight.data) for weight in weights)
         return cls(sequential=sequential, rms=rms, parallel=parallel, begins_norms=begins, partial=partial)
 
     @classmethod

@@ -59,6 +59,7 @@ class Decoder(nn.Module):
         incoming: ``[tokens, columns_in]``, where a stage behind the first finds what the one before it has computed of
             a step's tokens. A step overwrites it.
         expert_counts: the counts of all steps so far; ``None`` if they are not counted.
+        quantization: the narrow format of the weights of the layers' products (:mod:`tritonllm.models.quantization`).
         together: the most elements that the products of one of its layers have (:class:`Linear`).
 
     Raises:
@@ -116,8 +117,8 @@ class Decoder(nn.Module):
         specs = [layer.attention for layer in self.spec.layers]
         self._heads = {(spec.num_heads, spec.num_kv_heads, spec.head_size) for spec in specs}
         group.reserve(spec.hidden_size, dtype)
-        limits = SEPARATE if batch_invariant else None
-        self.fusion = FusionPlanner([layer.traits for layer in layers], limits, summed=group.fused_rows)
+        self.quantization: str | None = None
+        self.fuse_anew()
         if batch_invariant:
             make_batch_invariant(self)
         self.expert_counts = _expert_counts(self.spec, device) if counts_experts else None
@@ -126,6 +127,12 @@ class Decoder(nn.Module):
         self._scalings = [scaling for scaling in dict.fromkeys(scalings) if scaling is not None]
         self._scaling_of_layer = [None if one is None else self._scalings.index(one) for one in scalings]
         self._running: range | tuple[int, ...] = range(self.spec.num_layers)
+
+    def fuse_anew(self) -> None:
+        """Decide what is fused by the layers as they are now, before the first step."""
+        limits = SEPARATE if self.batch_invariant else None
+        traits = [layer.traits for layer in self.layers if isinstance(layer, DecoderLayer)]
+        self.fusion = FusionPlanner(traits, limits, summed=self.group.fused_rows)
 
     @property
     def first_own_logit(self) -> int | None:

@@ -69,23 +69,25 @@ class DecoderLayer(nn.Module):
         for module in self.modules():
             if isinstance(module, Linear):
                 module.together = self.together
-        self.traits = self._traits(spec, partial=group.size > 1)
+        self._spec, self._partial = spec, group.size > 1
 
-    def _traits(self, spec: ModelSpec, *, partial: bool) -> LayerTraits:
-        attention, mlp = self.attention, self.mlp
+    @property
+    def traits(self) -> LayerTraits:
+        """What of the layer, with the weights that it has now, decides its fusions."""
+        attention, mlp, spec = self.attention, self.mlp, self._spec
         parallel, settles = spec.parallel is not None, self.input is not None or self.scalar is not None
         traits = {
             "sequential": spec.norm_position == "pre" and not parallel and not settles,
             "rms": spec.norm.kind == "rms",
             "parallel": parallel,
-            "partial": partial,
+            "partial": self._partial,
         }
         if isinstance(mlp, MoE):
             router, shared = mlp.router.weight, mlp.shared is not None
-            same = router.dtype == attention.qkv.weight.dtype
+            same = router.dtype == attention.qkv.dtype
             found = LayerTraits.of_experts(**traits, router=router, shared=shared, norms_router=same)
         else:
-            weights = [product.weight for product in (attention.qkv, attention.o, mlp.up, mlp.down)]
+            weights = [product.operand for product in (attention.qkv, attention.o, mlp.up, mlp.down)]
             found = LayerTraits.of_dense(**traits, weights=weights)
         return dataclasses.replace(found, settles=settles)
 

@@ -21,6 +21,7 @@ from tritonllm.models.fallback_weights import LiveWriter
 from tritonllm.models.families import is_supported, spec_from_config
 from tritonllm.models.interface import CausalLM
 from tritonllm.models.local_spec import check, check_context
+from tritonllm.models.quantization import check_quantization, quantize_layers
 from tritonllm.models.spec import ModelSpec
 from tritonllm.models.stages import Stage, stages_of
 from tritonllm.models.weights import WeightWriter, dummy_weights, load_weights, parameter_shapes
@@ -148,6 +149,7 @@ def load_model(
     batch_invariant: bool = False,
     counts_experts: bool = False,
     exchange: Exchange = NO_EXCHANGE,
+    quantization: str | None = None,
 ) -> CausalLM:
     """Build the model and fill its weights.
 
@@ -166,13 +168,16 @@ def load_model(
         counts_experts: steps count which experts tokens choose; for one of our families that has experts.
         exchange: the exchange between the engines that share the experts, of which this one gets its part; for one of
             our families that has experts.
+        quantization: the narrow format that the weights of the layers' products get (``"fp8"``, ``"int8"``); for one of
+            our families without experts.
 
     Raises:
         ValueError: weights that do not match the configuration; the message names a tensor. Or the model has no experts
-            that so many engines can share.
+            that so many engines can share, or weights that cannot be made narrow.
     """
     begin = time.monotonic()
     check_shared(spec, exchange.size)
+    check_quantization(spec, quantization, device)
     if isinstance(spec, FallbackSpec):
         logger.info("%s has no family here: the fallback decoder runs it through transformers", spec.architecture)
         return load_fallback(
@@ -198,6 +203,8 @@ def load_model(
         dummy_weights(model, seed)
     else:
         load_weights(model, folder, load_format=load_format, allow_nan=allow_nan)
+    if quantization is not None:
+        quantize_layers(model, quantization)
     if device.type == "cpu" and spec.hidden_size >= PACKED_FROM:
         pack_weights(model)
     gigabytes = sum(p.numel() * p.element_size() for p in model.parameters()) / 1e9

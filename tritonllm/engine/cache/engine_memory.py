@@ -120,6 +120,8 @@ class EngineMemory:
             raise ValueError("this engine cannot sleep: make it with enable_sleep_mode=True (--enable-sleep-mode)")
         if level not in (1, 2) or isinstance(level, bool):
             raise ValueError(f"level must be 1 (keep the weights on the host) or 2 (drop them), got {level!r}")
+        if level == 2 and isinstance(self._model, Decoder) and self._model.quantization is not None:
+            raise ValueError("level=2 drops weights, and narrow ones are made at the start only: level=1 keeps these")
 
     def sleep(self, level: int) -> None:
         """Give the device's memory back: of the weights (level 1 keeps them on the host, level 2 drops them) and of the
@@ -235,6 +237,8 @@ class EngineMemory:
                 f"{what}: engines that share experts keep their weights; start anew, or with data_parallel_size=1"
             )
         assert isinstance(self._model, Decoder | TransformersDecoder)
+        if isinstance(self._model, Decoder) and self._model.quantization is not None:
+            raise ValueError(f"{what}: weights are made narrow at the start only: start an engine with the new ones")
         return self._model
 
     def _staged(self, model: str | None) -> Callable[[], None]:

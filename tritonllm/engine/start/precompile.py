@@ -30,6 +30,7 @@ from tritonllm.kernels.compile.extensions import driver_extensions
 from tritonllm.kernels.compile.parallel import Specialization, compile_in_parallel, list_kernels
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.expert_checks import dealt_out
+from tritonllm.models.quantization import quantize_layers
 from tritonllm.models.spec import ModelSpec
 from tritonllm.models.stages import Stage
 
@@ -77,6 +78,8 @@ def kernels_of(
 def _launch_all(spec: ModelSpec, config: EngineConfig, target: Target, draft: ModelSpec | None, team: Team) -> None:
     how = {"batch_invariant": config.deterministic, "counts_experts": config.count_expert_load}
     models: list[Decoder] = [_without_repeats(spec, target, team, **how)]
+    if config.model.quantization is not None:
+        quantize_layers(models[0], config.model.quantization)
     if draft is not None and config.speculative_config is not None:
         if config.speculative_config.method in OF_HEADS:
             models.append(make_head(draft, models[0], bias=False, limit=target.max_model_len))

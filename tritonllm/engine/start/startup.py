@@ -263,6 +263,7 @@ def load_part(origin: Origin, prepared: Prepared, team: Team) -> tuple[CausalLM,
             stage=origin.stages[team.pipe.stage],
             batch_invariant=prepared.config.deterministic,
             counts_experts=prepared.config.count_expert_load,
+            quantization=model.quantization,
         )
     if isinstance(loaded, TransformersDecoder):  # what graphs hold decides what stages send each other
         loaded.supports_graphs = bool(team.least(int(loaded.supports_graphs)))
