@@ -122,7 +122,7 @@ CALLS = {
     "gate of wide rows": lambda: k.silu_and_mul(new(2, 2**26)),
     "activation": lambda: k.apply_activation(new(MANY, 256), "relu"),
     "activation with parameters": lambda: k.xielu(new(MANY, 256), new(4)),
-    "gate of attention": lambda: k.sigmoid_gate(new(MANY, 256), new(MANY, 256)),
+    "gate of attention": lambda: k.output_gate(new(MANY, 256), new(MANY, 256)),
     "rope": lambda: k.apply_rope(new(MANY, 8, 128), new(MANY, 2, 128), longs(MANY), floats(4096, 128)),
     "cap": lambda: k.cap_logits(floats(MANY, 1000), softcap=30.0),
     "router": lambda: k.moe_logits(new(MANY, 256), new(8, 256), new(256)),

@@ -91,7 +91,7 @@ def test_layers_leave_while_the_step_computes_those_behind_them(groups, model, m
     groups.clear()
     llm.generate(PROMPTS[3], greedy(1), use_tqdm=False)
     assert [group.after for group, _ in groups] == ENDS
-    assert [layer for group, _ in groups for layer in group.layers] == list(range(LAYERS))
+    assert [layer for group, _ in groups for layer in group.rows] == list(range(LAYERS))
     for group, filled in groups:
         assert filled == [layer <= group.after for layer in range(LAYERS)]
     assert len(check_tier(llm)) == len(PROMPTS[3]) // 4 == llm.engine.stats.stored_blocks
@@ -103,7 +103,7 @@ def test_what_a_draft_model_computes_leaves_with_the_whole_step(groups):
     llm = tiny_llm(five_layers(), kv_offloading_size=ROOM, speculative_config=drafting)
     groups.clear()
     llm.generate(PROMPTS[3], greedy(1), use_tqdm=False)
-    assert [(group.after, group.model, group.layers) for group, _ in groups] == [
+    assert [(group.after, group.pool, group.rows) for group, _ in groups] == [
         (None, model, range(LAYERS)) for model in range(2)
     ]
     assert all(all(filled) for _, filled in groups) and check_tier(llm)

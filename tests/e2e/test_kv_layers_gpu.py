@@ -59,7 +59,7 @@ def test_what_leaves_is_what_the_cache_has(arguments, alone, eager, tmp_path, mo
     llm = LLM(**settings, kv_transfer_config=transfer)
     assert run(llm)[0] == alone
     assert any(marked for _, marked in groups) == (not eager)
-    assert [layer for group, _ in groups for layer in group.layers][:LAYERS] == list(range(LAYERS))
+    assert [layer for group, _ in groups for layer in group.rows][:LAYERS] == list(range(LAYERS))
     torch.cuda.synchronize()
     scheduler, runner = llm.engine._scheduler, llm.engine._runner
     (part,), (copies,), found = runner.host._parts, runner.caches.copies, 0

@@ -47,10 +47,33 @@ while True:
 """
 
 
-def launch(folder, tokens, ranks=2, otherwise=(), step_timeout=PATIENCE):
+WEIGHTS = """
+import sys
+from pathlib import Path
+from safetensors.torch import load_file
+from tritonllm import LLM, SamplingParams
+folder, other = map(Path, sys.argv[1:])
+how = {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"}
+llm = LLM(str(folder), num_blocks=64, max_num_seqs=4, **how)
+def answer():
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    print(*llm.generate([[1, 2, 3]], params, use_tqdm=False)[0].outputs[0].token_ids, flush=True)
+llm.reload_weights(str(other))
+answer()
+llm.llm_engine.load_weights(load_file(folder / "model.safetensors").items())
+answer()
+try:
+    llm.apply_model(len)
+except ValueError as error:
+    print(error)
+answer()
+"""
+
+
+def launch(folder, tokens, ranks=2, otherwise=(), step_timeout=PATIENCE, program=SCRIPT):
     """``otherwise``: a rank that goes on from other tokens than the first."""
     script = folder / "script.py"
-    script.write_text(SCRIPT)
+    script.write_text(program)
     how = ["--nproc-per-node", str(ranks), "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     arguments = [script, tiny_checkpoint(), tokens, *otherwise]
     command = [sys.executable, "-m", "torch.distributed.run", *how, *map(str, arguments)]
@@ -68,6 +91,23 @@ def test_one_rank_answers(tmp_path, monkeypatch, sizes):
     out, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, errors
     assert out.split() == [str(token) for token in expected]
+
+
+def test_other_weights(tmp_path):
+    """They travel as data; functions would not."""
+    other = Path(shutil.copytree(tiny_checkpoint(), tmp_path / "other"))
+    tensors = load_file(other / "model.safetensors")
+    save_file({name: tensor.flip(0).contiguous() for name, tensor in tensors.items()}, other / "model.safetensors")
+    before, after = (
+        " ".join(map(str, tiny_llm(each).generate([[1, 2, 3]], greedy(12), use_tqdm=False)[0].outputs[0].token_ids))
+        for each in (None, other)
+    )
+    process = launch(tmp_path, other, program=WEIGHTS)
+    out, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, errors
+    first, second, refused, third = out.splitlines()
+    assert first == after != before and second == third == before
+    assert refused.startswith("collective_rpc: ranks that a launcher or Ray has started take data, and no functions")
 
 
 @pytest.mark.parametrize(("rank", "number"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)])

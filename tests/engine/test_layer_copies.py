@@ -3,6 +3,7 @@ layer."""
 
 import itertools
 import time
+from collections import Counter
 
 import pytest
 import torch
@@ -36,14 +37,30 @@ def test_groups_of_32_layers():
 
 @given(layers=st.lists(st.integers(1, 40), min_size=1, max_size=3), by_layer=st.booleans())
 def test_every_layer_of_every_model_is_copied_once_and_behind_itself(layers, by_layer):
-    groups = copies_of(layers, by_layer)
-    found = [(group.model, layer) for group in groups for layer in group.layers]
+    groups = copies_of(layers, [range(layers[0])] if by_layer else [])
+    found = [(group.pool, layer) for group in groups for layer in group.rows]
     assert sorted(found) == [(model, layer) for model, count in enumerate(layers) for layer in range(count)]
     told = [group for group in groups if group.after is not None]
     assert groups[: len(told)] == told  # those that wait for the whole step come last
-    assert all(group.model == 0 and group.after == group.layers[-1] for group in told)
+    assert all(group.pool == 0 and group.after == group.rows[-1] for group in told)
     assert [group.after for group in told] == sorted(group.after for group in told)
     assert bool(told) == by_layer and len(groups) - len(told) == len(layers) - by_layer
+
+
+@given(data=st.data(), kinds=st.integers(1, 3), layers=st.integers(1, 40))
+def test_layers_of_several_pools_are_copied_in_their_order(data, kinds, layers):
+    """Of a model whose layers differ in shape, or have no cache of their own."""
+    kind = data.draw(st.lists(st.integers(0, kinds), min_size=layers, max_size=layers))  # the last kind has no cache
+    pools = [found for i in range(kinds) if (found := [layer for layer in range(layers) if kind[layer] == i])]
+    groups = copies_of([*map(len, pools), 2], pools) if pools else []
+    told = [group for group in groups if group.after is not None]
+    found = [[pools[group.pool][row] for row in group.rows] for group in told]
+    assert sorted(layer for group in found for layer in group) == sorted(layer for pool in pools for layer in pool)
+    assert all(layer <= group.after for group, copied in zip(told, found, strict=True) for layer in copied)
+    assert [group.after for group in told] == sorted(group.after for group in told)
+    sizes = Counter(group.after for group, copied in zip(told, found, strict=True) for _ in copied)
+    assert list(sizes.values()) == (group_sizes(sum(map(len, pools))) if pools else [])
+    assert groups[len(told) :] == ([(None, len(pools), range(2))] if pools else [])  # another model's
 
 
 def recorded(groups):
@@ -53,7 +70,7 @@ def recorded(groups):
 
 @given(layers=st.integers(1, 40), models=st.integers(1, 2), by_layer=st.booleans())
 def test_a_group_is_copied_when_its_last_layer_is_launched(layers, models, by_layer):
-    groups = copies_of([layers] * models, by_layer)
+    groups = copies_of([layers] * models, [range(layers)] if by_layer else [])
     done, copies = recorded(groups)
     for layer in range(layers):
         copies.computed(layer)
@@ -64,19 +81,19 @@ def test_a_group_is_copied_when_its_last_layer_is_launched(layers, models, by_la
 
 @given(order=st.permutations(range(6)), by_layer=st.booleans())
 def test_layers_in_another_order_are_copied_at_the_end(order, by_layer):
-    groups = copies_of([6], by_layer)
+    groups = copies_of([6], [range(6)] if by_layer else [])
     done, copies = recorded(groups)
     launched = set()
     for layer in order:
         launched.add(layer)
         copies.computed(layer)
-        assert {one for group in done for one in group.layers} <= launched
+        assert {one for group in done for one in group.rows} <= launched
     copies.end()
     assert done == [*groups, "ended"]
 
 
 def test_a_step_that_is_broken_off_ends_nothing():
-    done, copies = recorded(copies_of([4], True))
+    done, copies = recorded(copies_of([4], [range(4)]))
     copies.computed(0)
     assert done == [LayerGroup(0, 0, range(1))]
 
@@ -135,7 +152,7 @@ def test_each_layer_leaves_before_the_next_group_is_computed(layers, data):
     stores = some_stores(data)
     (pool,) = pools
     filled = copies.fill(Fills(1, stores), by_layer=True)
-    ends = {group.after: group.layers for group in copies_of([layers], True)}
+    ends = {group.after: group.rows for group in copies_of([layers], [range(layers)])}
     pool.fill_(-1)
     for layer in range(layers):
         pool[layer] = 1 + layer
@@ -244,7 +261,7 @@ def test_layers_of_a_captured_step_leave_while_it_is_replayed(device, monkeypatc
             marks.note(layer)
 
     step()
-    assert list(marks.events) == [group.after for group in copies_of([layers], True)]
+    assert list(marks.events) == [group.after for group in copies_of([layers], [range(layers)])]
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -220,6 +220,14 @@ def test_stages_start_where_a_step_has_no_more_tokens_than_sequences(eager):
     assert kernels_of(spec_from_config(tiny_config("qwen3")), config(**sizes), TARGET)
 
 
+@pytest.mark.parametrize("first", ["sliding_attention", pytest.param("full_attention", marks=pytest.mark.long)])
+def test_lists_the_kernels_of_stages_whose_layers_share_keys(first):
+    """Also where the first layer of all is one that another reads."""
+    kinds = [first, "full_attention" if first == "sliding_attention" else "sliding_attention"]
+    spec = spec_from_config(tiny_config("gemma4_text", layer_types=[*kinds, "sliding_attention", "full_attention"]))
+    assert {"_prefill_kernel", NEEDED} < {k.name for k in kernels_of(spec, config(pipeline_parallel_size=2), TARGET)}
+
+
 def test_lists_the_kernels_of_split_keys():
     """Each rank attends to its part, and merges what it gets of its heads."""
     spec = spec_from_config(tiny_config("llama", num_key_value_heads=1))

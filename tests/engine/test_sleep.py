@@ -7,12 +7,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.engines import greedy, tiny_checkpoint, tiny_llm, token_ids
+from support.ranks import run_ranks
 from support.tiny_models import tiny_config, write_checkpoint
 from support.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 
+from tritonllm.dist.exchange import Exchange
+from tritonllm.dist.group import Group
+from tritonllm.dist.pipeline import ALONE, Team
 from tritonllm.engine.cache.engine_memory import EngineMemory
 from tritonllm.engine.data.asleep import AsleepError
+from tritonllm.models.loading import load_model, read_spec
 
+LOADED = {"dtype": torch.float32, "device": torch.device("cpu"), "max_model_len": 64}
 PROMPTS = [list(range(5, 25)), list(range(40, 47))]
 
 
@@ -216,7 +222,27 @@ def test_blocks_on_the_host_are_forgotten(expected, other):
     assert answers(llm) == expected
 
 
-def test_ranks_keep_their_weights():
+def test_engines_that_share_experts_keep_their_weights():
+    config, team = tiny_llm().engine.config.model, ALONE._replace(exchange=Exchange(Group(0, 2)))
+    with pytest.raises(ValueError, match="engines that share experts keep their weights"):
+        EngineMemory(None, config, team=team).reload_weights(None)
+
+
+def test_ranks_take_other_weights_together_or_not_at_all(other):
     config = tiny_llm().engine.config.model
-    with pytest.raises(ValueError, match="the weights of 2 ranks are kept"):
-        EngineMemory(None, config, ranks=2).reload_weights(None)
+    spec = read_spec(tiny_checkpoint())
+
+    def work(group):
+        model = load_model(tiny_checkpoint(), spec, **LOADED, group=group)
+        memory = EngineMemory(model, config, team=Team(group))
+        before = [parameter.clone() for parameter in model.parameters()]
+        why = "another rank cannot take them" if group.leads else "nowhere"
+        with pytest.raises(ValueError, match=why):
+            memory.reload_weights(str(other) if group.leads else "nowhere/at/all")
+        assert all(map(torch.equal, before, model.parameters()))
+        memory.reload_weights(str(other))
+        fresh = load_model(other, spec, **LOADED, group=group)
+        assert all(map(torch.equal, fresh.parameters(), model.parameters()))
+        return not all(map(torch.equal, before, model.parameters()))
+
+    assert run_ranks(2, work) == [True, True]

@@ -107,8 +107,7 @@ def test_sequences_that_share_a_prefix_launch_what_the_next_power_of_two_launche
 def check_sizes(model, seats, gpu, arch=90, longest=(4, 30, 500)):
     """Prompts (one or many in a step), decodes and rows of logits of sizes that the warm-up leaves out, with tables of
     any width."""
-    spec = spec_from_config(model)
-    spec = dataclasses.replace(spec, layers=tuple(spec.layers[place] for place in spec.distinct_layers()))
+    spec = spec_from_config(model).without_repeats()
     config = EngineConfig.from_kwargs(
         model="m", max_num_seqs=seats, max_num_batched_tokens=32 * seats, max_model_len=LENGTH
     )
@@ -143,8 +142,7 @@ def test_widths_between_launch_the_same_kernels(block_size):
     """Without captured steps, which have other sizes: prompts of more tokens than are few, with tables whose widths the
     warm-up leaves out."""
     model = next(name for name in VARIED if name.startswith("qwen3-0.6b"))
-    spec = spec_from_config(MODELS[model])
-    spec = dataclasses.replace(spec, layers=tuple(spec.layers[place] for place in spec.distinct_layers()))
+    spec = spec_from_config(MODELS[model]).without_repeats()
     config = EngineConfig.from_kwargs(model="m", max_model_len=LENGTH, block_size=block_size, enforce_eager=True)
     with pretend(target_of(90)), list_kernels("NVIDIA H200") as found, torch.inference_mode():
         decoder = Decoder(spec, dtype=torch.bfloat16, device=META, max_model_len=LENGTH)
@@ -194,6 +192,14 @@ def steps(draw, seats, budget, longest, may_share, block=16):
 @pytest.mark.smoke  # with fewer examples
 def test_no_step_launches_what_the_start_has_not(model, length, gpu):
     check_launches(model, length, gpu)
+
+
+@pytest.mark.parametrize("model", [name for name in MODELS if name.startswith(("gemma-4", "laguna"))])
+@pytest.mark.long
+@pytest.mark.smoke  # with fewer examples
+def test_no_step_of_layers_that_differ_launches_what_the_start_has_not(model):
+    """In heads, and in whether they have keys of their own."""
+    check_launches(model, 6144, "NVIDIA H200")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -328,8 +334,7 @@ def check_launches(
     dtype=torch.bfloat16,
 ):
     """Arrivals, lengths and limits of any kind: what is launched is a function of what the warm-up visits."""
-    spec = spec_from_config(MODELS[model])
-    spec = dataclasses.replace(spec, layers=tuple(spec.layers[place] for place in spec.distinct_layers()))
+    spec = spec_from_config(MODELS[model]).without_repeats()
     counts = ranks > 1 and context.size == 1
     how = {"batch_invariant": deterministic, "group": Group(0, ranks), "counts_experts": counts, "context": context}
     spec = placed(spec, ranks) if counts else spec
@@ -375,8 +380,7 @@ def head_of(folder, method, target, length):
 
 
 def few_layers(model):
-    spec = spec_from_config(MODELS[model])
-    return dataclasses.replace(spec, layers=tuple(spec.layers[place] for place in spec.distinct_layers()))
+    return spec_from_config(MODELS[model]).without_repeats()
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.chips import chosen_for
 
+from tritonllm.kernels import Weight
 from tritonllm.layers.fusion import (
     AddBy,
     FusionLimits,
@@ -186,15 +187,23 @@ def test_other_layers_fuse_nothing_else(rows):
     assert plan([PARALLEL] * 2, rows, 1) == ((ALONE, LATER, ALONE, LATER), (ADDITION, LATER, ALONE, LATER), ADDITION)
 
 
+@pytest.mark.parametrize("partial", [False, True])
+def test_nothing_is_pending_behind_layers_that_settle(partial):
+    """Within a layer it is as in others."""
+    layer = dataclasses.replace(SANDWICH, settles=True, partial=partial)
+    assert plan([layer] * 2, 8) == (FIRST_OF_MANY, FIRST_OF_MANY, ALONE)
+
+
 def test_traits():
     """What kernels say of the weights counts for layers that could use it."""
     fit, wide = torch.empty(1024, 64, dtype=torch.bfloat16), torch.empty(2**17 + 8, 64, dtype=torch.bfloat16)
     common = {"sequential": True, "rms": True, "parallel": False}
-    assert LayerTraits.of_dense(**common, weights=[fit, fit]) == DENSE
-    assert LayerTraits.of_dense(**common, weights=[fit, wide]) == LARGE
-    assert LayerTraits.of_dense(**common, weights=[fit, fit.half()]) == LARGE
-    assert not LayerTraits.of_dense(**{**common, "rms": False}, weights=[fit]).begins_norms
-    assert not LayerTraits.of_dense(**{**common, "sequential": False}, weights=[fit]).begins_norms
+    assert LayerTraits.of_dense(**common, weights=[Weight(fit)] * 2) == DENSE
+    assert LayerTraits.of_dense(**common, weights=[Weight(fit), Weight(wide)]) == LARGE
+    assert LayerTraits.of_dense(**common, weights=[Weight(fit), Weight(fit.half())]) == LARGE
+    assert LayerTraits.of_dense(**common, weights=[Weight(fit), Weight(fit, torch.ones(1024, 1), "fp8")]) == LARGE
+    assert not LayerTraits.of_dense(**{**common, "rms": False}, weights=[Weight(fit)]).begins_norms
+    assert not LayerTraits.of_dense(**{**common, "sequential": False}, weights=[Weight(fit)]).begins_norms
     router = torch.empty(128, 2048)
     assert LayerTraits.of_experts(**common, router=router, shared=False) == EXPERTS
     assert LayerTraits.of_experts(**common, router=router, shared=True) == SHARED

@@ -49,7 +49,7 @@ def test_with_its_norm_and_the_stream(device, gated):
     norm.weight.normal_()
     stream = torch.randn(4, 6, device=device)
     want = stream + 0.3 * mlp(BlockInput(norm.normalize(stream))).alone()
-    product, inner = mlp(BlockInput(stream, norm))
+    product, inner, _ = mlp(BlockInput(stream, norm))
     product.add_to(stream, inner, 0.3)
     assert_close(stream, want)
 

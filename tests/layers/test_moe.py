@@ -90,7 +90,7 @@ def test_a_float32_router_tells_experts_apart_that_bfloat16_would_not(device, to
         assert p.dtype is (torch.float32 if name == "router.weight" else torch.bfloat16)
         p.fill_(1.0)
     moe.router.weight[2] += 1e-4
-    _, routed = moe(BlockInput(torch.ones(tokens, SIZE, dtype=torch.bfloat16, device=device)))
+    _, routed, _ = moe(BlockInput(torch.ones(tokens, SIZE, dtype=torch.bfloat16, device=device)))
     assert routed.logits.argmax(1).tolist() == [2] * tokens and routed.rows.dtype is torch.bfloat16
 
 
@@ -108,7 +108,7 @@ def test_norm_before_and_addition_after(device, tokens, axes, at_once):
     expected = stream.clone()
     if tokens:
         expected += 0.5 * want(moe, norm.normalize(stream))
-    product, routed = moe(BlockInput(stream, norm) if at_once else BlockInput(norm.normalize(stream)))
+    product, routed, _ = moe(BlockInput(stream, norm) if at_once else BlockInput(norm.normalize(stream)))
     product.add_to(stream, routed, 0.5)
     assert_close(stream, expected)
 
@@ -120,7 +120,7 @@ def test_the_sum_normalises_for_the_next_block(device):
     assert norm.weight is not None
     norm.weight.normal_(1, 0.1)
     expected = stream + 0.5 * want(moe, x)
-    product, routed = moe(BlockInput(x))
+    product, routed, _ = moe(BlockInput(x))
     rows, left, squares = product.add_and_normalize(stream, routed, norm, 0.5)
     assert left is None and squares is None
     assert_close(stream, expected)
@@ -137,7 +137,7 @@ def test_rows_that_travel(device, axes):
     assert norm.weight is not None
     norm.weight.normal_(1, 0.1)
     expected, marks = want(moe, x), torch.tensor([3, 0, 9, 1, -1], device=device)
-    product, routed = moe(BlockInput(x), None, ExchangedRows(NO_EXCHANGE, 7, marks))
+    product, routed, _ = moe(BlockInput(x), None, ExchangedRows(NO_EXCHANGE, 7, marks))
     assert_close(product.alone(routed)[:4], expected[:4])
     if moe.shared is None:
         assert not product.alone(routed)[4].any()
@@ -169,6 +169,8 @@ def test_correction_bias_keeps_its_precision(device):
         ({"num_groups": 2, "top_k_groups": 3}, r"at least top_k_groups \(3\)"),
         ({"top_k": 5}, "top_k must be from 1 to the 4 experts"),
         ({"num_groups": 2, "top_k": 3}, "top_k must be from 1 to the 2 experts"),
+        ({"weights_on_input": True}, "weights_on_input needs top_k=1, got 2"),
+        ({"apart": NormSpec(kind="rms", eps=1e-6)}, "apart needs a shared MLP without a gate or scale"),
     ],
 )
 def test_bad_specs(axes, message):

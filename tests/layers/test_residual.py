@@ -154,7 +154,9 @@ def test_parallel_blocks(device):
 def test_keep(device):
     rows, x = torch.randn(ROWS, SIZE, device=device), torch.randn(2, INNER, device=device)
     stream, product = Stream(rows.clone()), linear(device)
+    inputs = stream.layer_inputs = torch.randn(ROWS, 2, 4, device=device)
     stream.keep(torch.tensor([3, 1], device=device))
+    assert torch.equal(stream.layer_inputs, inputs[[3, 1]])
     stream.add(Addend(product, x), AddBy.PRODUCT)
     assert_close(stream.rows, rows[[3, 1]] + product(x))
 
@@ -222,6 +224,29 @@ def test_what_the_stream_settles_to(device):
     assert torch.equal(stream.rows, rows)
     assert_close(stream.enter(norm, NormBy.ADDITION).rows, norm.normalize(want))
     assert_close(stream.settled(), want)
+
+
+def test_the_stream_settles_for_good(device):
+    """Nothing is pending any more, and what is changed then is the stream."""
+    rows, x = torch.randn(ROWS, SIZE, device=device), torch.randn(ROWS, INNER, device=device)
+    stream, product = Stream(rows.clone(), scale=0.5), linear(device)
+    stream.add(Addend(product, x), AddBy.LATER)
+    stream.settle().mul_(2.0)
+    assert_close(stream.rows, 2.0 * (rows + 0.5 * product(x)))
+    assert stream.settle() is stream.rows and torch.equal(stream.settled(), stream.rows)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_settles_is_summed_up_over_the_ranks_unless_it_is_whole(whole, monkeypatch):
+    device, group = torch.device("cpu"), Group(0, 2)
+    monkeypatch.setattr(group, "all_reduce", lambda x: x.mul_(3.0))
+    rows, x, norm = torch.randn(ROWS, SIZE), torch.randn(ROWS, INNER), norm_of(RMS, device)
+    stream, product = Stream(rows.clone(), group=group), linear(device)
+    factor = 1.0 if whole else 3.0
+    for after in (None, norm):
+        before, part = stream.rows.clone(), factor * product(x)
+        stream.add(Addend(product, x, whole=whole), AddBy.LATER, after=after)
+        assert_close(stream.settle(), before + (part if after is None else after.normalize(part)))
 
 
 def test_a_rank_s_part_is_not_settled():

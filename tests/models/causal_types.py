@@ -68,6 +68,7 @@ _MORE: dict[str, dict[str, Any]] = {
         "intermediate_size": [96] * 10,
         "vocab_size_per_layer_input": VOCABULARY,
     },
+    "gemma4_text": {"vocab_size_per_layer_input": VOCABULARY},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},  # those of published models
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8},

@@ -823,8 +823,8 @@ def test_shapes_that_differ():
     mask = Mask(causal_mask_function, own=False)
     calls = [LayerCall(0, (2, 16, 16), mask), LayerCall(1, (1, 16, 16), mask)]
     with pytest.raises(ValueError, match="different"):
-        common_shape(calls, 2)
-    assert common_shape(calls[:1], 1) == (2, 16)
+        common_shape(calls, range(2))
+    assert common_shape(calls[:1], range(1)) == (2, 16)
 
 
 # Masks

@@ -29,7 +29,7 @@ def test_qwen3_0_6b():
     layer = spec.layers[0]
     attention = layer.attention
     assert all(other == layer for other in spec.layers)
-    assert (spec.num_layers, attention.num_heads, spec.num_kv_heads, spec.head_size) == (28, 16, 8, 128)
+    assert (spec.num_layers, attention.num_heads, spec.caches[0]) == (28, 16, (8, 128))
     assert (spec.vocab_size, spec.hidden_size) == (151936, 1024)
     assert layer.mlp == MLPSpec(intermediate_size=3072, activation="silu")
     assert attention.qk_norm == spec.norm and spec.tie_word_embeddings and not attention.qkv_bias
@@ -43,7 +43,7 @@ def test_llama_3_1_8b():
     spec = spec_from_config(LLAMA_3_1_8B)
     layer = spec.layers[0]
     attention = layer.attention
-    assert (spec.num_layers, attention.num_heads, spec.num_kv_heads, spec.head_size) == (32, 32, 8, 128)
+    assert (spec.num_layers, attention.num_heads, spec.caches[0]) == (32, 32, (8, 128))
     assert attention.qk_norm is None and not (spec.tie_word_embeddings or attention.qkv_bias or layer.mlp.bias)
     assert attention.rope.base == 500000.0 and dict(attention.rope.scaling) == LLAMA_3_1_8B["rope_scaling"]
     assert spec.max_position_embeddings == 131072
@@ -148,7 +148,7 @@ def test_minicpm_is_scaled_like_a_granite():
 
 def test_null_fields_follow_from_others():
     spec = spec_from_config(tiny_config("qwen2", num_key_value_heads=None, head_dim=None))
-    assert spec.num_kv_heads == 4 and spec.head_size == 16
+    assert spec.caches[0] == (4, 16)
     assert spec_from_config(tiny_config("gpt2", n_inner=None)).layers[0].mlp.intermediate_size == 256
 
 
@@ -332,6 +332,36 @@ def test_bad_sizes(name, value):
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported"),
         ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a number above 0, got 0"),
         ("gemma2", {"final_logit_softcapping": "on"}, "final_logit_softcapping must be a number, got 'on'"),
+        (
+            "gemma4_text",
+            {"use_bidirectional_attention": "all"},
+            "use_bidirectional_attention other than False or 'vision",
+        ),
+        ("gemma4_text", {"num_experts": None}, "num_experts must be an integer of at least 1, got None"),
+        ("gemma4_text", {"top_k_experts": 5}, "top_k must be from 1 to the 4 experts to choose from, got 5"),
+        (
+            "gemma4_text",
+            {"vocab_size_per_layer_input": 100},
+            "vocab_size_per_layer_input must be at least vocab_size=101",
+        ),
+        ("gemma4_text", {"num_kv_shared_layers": 4}, "num_kv_shared_layers leaves none of the first 0 layers"),
+        ("gemma4_text", {"num_kv_shared_layers": 3}, "leaves none of the first 1 layers with keys that layer 1 reads"),
+        ("gemma4_text", {"per_layer_config": {"1": {"sliding_window": 3}}}, "per_layer_config must have head_dim and"),
+        ("gemma4_text", {"global_head_dim": 20}, "head_size must be a multiple of 8 from 16 to 512, got 20"),
+        (
+            "gemma4_text",
+            {
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 2.0},
+                    "sliding_attention": {},
+                }
+            },
+            "partial_rotary_factor must be at most 1, got 2.0",
+        ),
+        ("laguna", {"gating": "per-layer"}, "gating other than True or 'per-head' or 'per-element' is not supported"),
+        ("laguna", {"moe_apply_router_weight_on_input": True}, "moe_apply_router_weight_on_input other than False"),
+        ("laguna", {"num_attention_heads_per_layer": [4, 8]}, "num_attention_heads_per_layer must be an integer of"),
+        ("laguna", {"num_attention_heads_per_layer": [4, 3, 4]}, r"num_heads \(3\) must be a multiple of num_kv_heads"),
         ("gemma3_text", {"attn_logit_softcapping": 3.0}, "attn_logit_softcapping=3.0 is not supported"),
         ("gpt_oss", {"swiglu_limit": 6.0}, "swiglu_limit other than 7.0 is not supported, got 6.0"),
         ("mixtral", {"num_experts_per_tok": 5}, "top_k must be from 1 to the 4 experts"),
@@ -465,6 +495,11 @@ def test_only_families_that_draft_have_extra_layers():
     assert not is_extra(glm, "model.layers.2.mlp.gate.weight") and not is_extra(glm, "model.layers.4.eh_proj.weight")
     assert not is_extra(glm, "model.layers.30.eh_proj.weight")
     assert not is_extra(qwen, "model.layers.3.eh_proj.weight")
+    gemma = spec_from_config(tiny_config("gemma4_text"))  # the last layer reads the keys of another
+    assert is_extra(gemma, "model.layers.3.self_attn.k_proj.weight")
+    assert is_extra(gemma, "model.layers.3.self_attn.k_norm.weight")
+    assert not is_extra(gemma, "model.layers.3.self_attn.q_norm.weight")
+    assert not is_extra(gemma, "model.layers.2.self_attn.v_proj.bias")
     ernie = spec_from_config(tiny_config("ernie4_5_moe"))
     exaone = spec_from_config(tiny_config("exaone_moe"))
     assert is_extra(exaone, "mtp.layers.0.mlp.up_proj.weight") and not is_extra(exaone, "model.layers.3.fc.weight")
@@ -506,7 +541,7 @@ def test_axes_of_published_models():
     assert [layer.attention.rope is None for layer in smol.layers] == [False, False, True]
     opt = spec_from_config(tiny_config("opt", do_layer_norm_before=False, word_embed_proj_dim=32))
     assert (opt.norm_position, opt.embedding_size, opt.learned_positions, opt.position_offset) == ("stream", 32, 258, 2)
-    assert spec_from_config(tiny_config("falcon")).num_kv_heads == 1
+    assert spec_from_config(tiny_config("falcon")).caches[0].heads == 1
 
 
 def test_queries_grow_only_where_they_can():

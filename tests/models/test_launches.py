@@ -59,7 +59,7 @@ def launches(model: str, rows: int, wanted: int | None = None) -> list[str]:
         lengths, slots = empty(rows, dtype=torch.int32), empty(rows, dtype=torch.int64)
         tables = empty(rows, 4, dtype=torch.int32)
         metadata = AttentionMetadata(Segments(decodes(rows)), slots, tables, lengths, empty(1, dtype=torch.int32))
-        shape = (2, 64, 16, spec.num_kv_heads, spec.head_size)
+        shape = (2, 64, 16, *spec.caches[0])
         cache = [KVCacheView(*empty(*shape, dtype=torch.bfloat16)) for _ in spec.layers]
         with Noting() as noting:
             decoder(lengths, slots, metadata, cache, None if wanted is None else empty(wanted, dtype=torch.int64))

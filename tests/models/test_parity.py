@@ -95,6 +95,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere-untied-biases": ("cohere", {"tie_word_embeddings": False, "attention_bias": True, "use_qk_norm": False}),
     "gemma2-no-caps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
     "gemma3-cap": ("gemma3_text", {"final_logit_softcapping": 6.0, "attention_bias": True}),
+    # E2B: the last layers read the keys of earlier ones, each of its own kind, and are wider
+    "gemma4-shared-keys": (
+        "gemma4_text",
+        {
+            "num_hidden_layers": 5,
+            "layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 2, "full_attention"],
+            "num_kv_shared_layers": 3,
+            "enable_moe_block": False,
+            "attention_k_eq_v": False,
+            "num_key_value_heads": 1,
+        },
+    ),
     "nemotron-biases": (
         "nemotron",
         {"attention_bias": True, "mlp_bias": True, "partial_rotary_factor": 1.0, "head_dim": 24, "norm_eps": 1e-3},
@@ -178,6 +190,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "afmoe-plain": (
         "afmoe",
         {"mup_enabled": False, "attention_bias": True, "layer_types": None, "global_attn_every_n_layers": 2},
+    ),
+    "laguna-gates-of-elements": (
+        "laguna",
+        {
+            "gating": "per-element",
+            "num_attention_heads_per_layer": None,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "moe_router_logit_softcapping": 0.4,
+            "attention_bias": True,
+            "rope_parameters": None,
+            "layer_types": None,
+        },
     ),
     "exaone-moe-pattern": (
         "exaone_moe",

@@ -30,7 +30,7 @@ def test_glm_4_6():
     spec = spec_from_config(GLM_4_6)
     attention, experts = spec.layers[91].attention, spec.layers[91].mlp
     assert [isinstance(layer.mlp, MLPSpec) for layer in spec.layers] == [True] * 3 + [False] * 89
-    assert (attention.num_heads, spec.num_kv_heads, spec.head_size, attention.qkv_bias) == (96, 8, 128, True)
+    assert (attention.num_heads, *spec.caches[0], attention.qkv_bias) == (96, 8, 128, True)
     assert attention.qk_norm == spec.norm and not attention.o_bias and attention.rope.rotary_dim == 64
     assert (experts.num_experts, experts.top_k, experts.scale, experts.scoring) == (160, 8, 2.5, "sigmoid")
     assert experts.correction_bias and experts.renormalize and experts.shared.intermediate_size == 1536
@@ -71,7 +71,7 @@ def test_dbrx():
     spec = spec_from_config(DBRX)
     attention, experts = spec.layers[39].attention, spec.layers[39].mlp
     assert all(layer == spec.layers[0] for layer in spec.layers) and spec.num_layers == 40
-    assert (attention.num_heads, spec.num_kv_heads, spec.head_size, attention.clip_qkv) == (48, 8, 128, 8.0)
+    assert (attention.num_heads, *spec.caches[0], attention.clip_qkv) == (48, 8, 128, 8.0)
     assert attention.rope.base == 500000.0 and not (attention.qkv_bias or attention.o_bias)
     assert (spec.norm.kind, spec.norm.weight, spec.norm.bias) == ("layer", True, False)
     assert (experts.num_experts, experts.top_k, experts.intermediate_size) == (16, 4, 10752)

@@ -196,4 +196,4 @@ def test_parts_of_any_heads(family, kv_heads, group, size):
     changes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": heads * 16}
     spec = spec_of(family, **changes, intermediate_size=48)
     check_parts(spec, size)
-    assert local_spec(spec, 0, size).num_kv_heads == max(1, spec.num_kv_heads // size)
+    assert local_spec(spec, 0, size).caches[0].heads == max(1, spec.caches[0].heads // size)

@@ -44,6 +44,7 @@ EXPERTS = {  # of each family so many that 4 ranks have equally many
     "llama4_text": {},
     "aria_text": {},
     "dbrx": {},
+    "gemma4_text": {},
 }
 TOKENS = 23, 0, 9, 14  # of each rank
 ROWS = 32  # of any step

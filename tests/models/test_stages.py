@@ -77,7 +77,8 @@ def test_stages_compute_what_one_rank_does(tmp_path, family):
     alone = load_decoder(tmp_path)
     tokens = random_tokens(23, alone.spec.vocab_size, seed=2)
     expected = logits_of(alone, tokens)
-    for count in {2, alone.spec.num_layers}:
+    own = sum(layer.attention.own_keys for layer in alone.spec.layers)
+    for count in {2, alone.spec.num_layers if own == alone.spec.num_layers else 2}:
         assert relative_error(logits_of(Chain(load_stages(tmp_path, count)), tokens), expected) < LIMIT
 
 
@@ -151,6 +152,29 @@ def test_the_largest_stage_is_as_small_as_can_be(costs, head, data):
 
     cuts = itertools.combinations(range(1, len(costs)), count - 1)
     assert largest([stage.layers.stop for stage in stages[:-1]]) == min(map(largest, cuts))
+
+
+@given(reads=st.lists(st.booleans(), min_size=2, max_size=8), costs=st.lists(st.integers(0, 20), min_size=8))
+def test_a_layer_is_with_the_one_that_it_reads(reads, costs):
+    """Where keys are shared a model is cut in fewer places, and there as evenly as can be."""
+    (layer, *_) = spec_from_config(tiny_config("llama")).layers
+    shared = dataclasses.replace(layer.attention, own_keys=False)
+    layers, source = [layer], 0
+    for place, reads_others in enumerate(reads, start=1):
+        source = source if reads_others else place
+        kind = {"attention": shared, "keys_from": place - source} if reads_others else {}
+        layers.append(dataclasses.replace(layer, **kind))
+    spec = dataclasses.replace(spec_from_config(tiny_config("llama")), layers=tuple(layers))
+    shapes = {f"layers.{place}.mlp.up.weight": (costs[place % 8],) for place in range(len(layers))}
+    shapes["lm_head.weight"] = (3,)
+    places = [place for place, each in enumerate(layers) if place and each.attention.own_keys]
+    for count in range(1, len(places) + 2):
+        stages = stages_of(spec, shapes, count)
+        assert all(stage.of(spec).layers[0].attention.own_keys for stage in stages)  # and `of` refuses a lost one
+        assert {stage.layers.start for stage in stages[1:]} <= set(places)
+    if len(places) + 1 < len(layers):
+        with pytest.raises(ValueError, match=f"must be at most {len(places) + 1} for .*: layers that read the keys"):
+            stages_of(spec, shapes, len(places) + 2)
 
 
 def test_more_stages_than_layers():

@@ -112,6 +112,8 @@ EXPERTS = {  # of each family so many that 4 ranks have equally many
     "llama4_text": {},
     "aria_text": {},
     "dbrx": {},
+    "gemma4_text": {},
+    "laguna": {},
 }
 
 
@@ -201,4 +203,4 @@ def test_pretended_ranks_have_the_shapes_of_real_ones():
     meta = torch.device("meta")
     model = Decoder(spec, dtype=torch.float32, device=meta, max_model_len=8, group=Group(0, 2))
     assert model.compute_logits(torch.empty(3, spec.hidden_size, device=meta)).shape == (3, spec.vocab_size)
-    assert (model.spec.num_kv_heads, model.whole.num_kv_heads) == (1, 2)
+    assert (model.spec.caches[0].heads, model.whole.caches[0].heads) == (1, 2)

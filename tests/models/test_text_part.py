@@ -57,6 +57,21 @@ CASES = {
         {"model_type": "siglip_vision_model"},
         {"mm_tokens_per_image": 4, "image_token_index": 90},
     ),
+    "gemma4": (
+        "gemma4",
+        {
+            "model_type": "gemma4_text",
+            "sliding_window": 6,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "global_head_dim": 32,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 101,
+        },
+        {"model_type": "gemma4_vision", "num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 16},
+        {"image_token_id": 90, "pad_token_id": 0},
+    ),
     "mistral3": (
         "mistral3",
         {"model_type": "mistral"},
@@ -308,7 +323,7 @@ PUBLISHED = {
 def test_published_configurations(name):
     config, want = PUBLISHED[name]
     spec = spec_from_config({"architectures": [name], **json.loads(json.dumps(config))})
-    got = spec.architecture, spec.vocab_size, spec.num_layers, spec.num_kv_heads, spec.head_size
+    got = spec.architecture, spec.vocab_size, spec.num_layers, *spec.caches[0]
     assert (*got, spec.eos_token_ids, spec.tie_word_embeddings) == want
     assert spec.text_of == name and spec.dtype == torch.bfloat16
 

@@ -34,7 +34,7 @@ EXPERT_OPTIONS = (
 def can_be_forced(spec: ModelSpec) -> bool:
     """There are experts, weighed by a softmax over the chosen ones' logits."""
     experts = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoESpec)]
-    return bool(experts) and all(e.scoring == "softmax" and e.renormalize for e in experts)
+    return bool(experts) and all(e.scoring == "softmax" and e.renormalize and not e.expert_scales for e in experts)
 
 
 def _weights(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

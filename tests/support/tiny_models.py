@@ -35,6 +35,8 @@ _RENAMED = {
     ".block_sparse_moe.": ".mlp.",
     "embed_out.": "lm_head.",
     ".mlp.moe_statics.": ".mlp.gate.moe_statics.",
+    ".mlp.experts.e_score_correction_bias": ".mlp.gate.e_score_correction_bias",
+    ".mlp.shared_expert.": ".mlp.shared_experts.",
 }
 
 
@@ -76,16 +78,20 @@ def reference_model(config: dict[str, Any], *, seed: int = 0) -> PreTrainedModel
     generator = torch.Generator().manual_seed(seed)
     for module in model.modules():
         # Gemma and Nemotron store their norms' weights as differences from 1
-        centre = 0.0 if type(module).__name__.startswith(("Gemma", "VaultGemma", "Nemotron")) else 1.0
-        is_norm = "Norm" in type(module).__name__
+        minus_one = ("Gemma", "VaultGemma", "Nemotron")
+        kind = type(module).__name__
+        centre = 0.0 if kind.startswith(minus_one) and not kind.startswith("Gemma4") else 1.0
+        is_norm = "Norm" in kind
         for name, p in module.named_parameters(recurse=False):
-            if is_norm and name == "weight":
+            if (is_norm and name == "weight") or kind == "Gemma4TextRouter":
                 p.data.normal_(centre, 0.2, generator=generator)
             else:
                 p.data.normal_(0.0, p.shape[-1] ** -0.5 if p.dim() >= 2 else 0.1, generator=generator)
         for name, buffer in module.named_buffers(recurse=False):
             if name == "e_score_correction_bias":
                 buffer.normal_(0.0, 0.2, generator=generator)
+            if name == "layer_scalar":
+                buffer.normal_(1.0, 0.2, generator=generator)
     return model
 
 
@@ -148,14 +154,13 @@ class PagedRunner:
     ) -> None:
         spec, device = model.spec, next(model.parameters()).device
         context = model.context.size if isinstance(model, Decoder) else 1  # ranks have a part of each block's keys
-        shape = (num_blocks, block_size // context, spec.num_kv_heads, spec.head_size)
         self.model = model
         self.device = device
         self.block_size = block_size
-        self.cache = [
-            KVCacheView(*(torch.full(shape, float("nan"), dtype=model.dtype, device=device) for _ in "kv"))
-            for _ in range(spec.num_layers)
-        ]
+        sizes = [(num_blocks, block_size // context, *shape) for shape in spec.caches]
+        nan, how = float("nan"), {"dtype": model.dtype, "device": device}
+        caches = [KVCacheView(*(torch.full(size, nan, **how) for _ in "kv")) for size in sizes]
+        self.cache = [caches[cache] for cache in spec.cache_of_layer]
         self._free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).tolist()
 
     def share(self, sequence: PagedSequence, num_tokens: int) -> PagedSequence:

@@ -79,7 +79,7 @@ def test_every_family(family, tmp_path):
         assert f"Wrote {pattern}" in text and f"Wrote {lens}" in text
         assert imread(pattern)[..., :3].std() > 0.05 and imread(lens)[..., :3].std() > 0.05
     for _, recording in recordings:
-        check(recording, layers=3)
+        check(recording, layers=llm.engine.model.spec.num_layers)
 
 
 def check(recording, layers):

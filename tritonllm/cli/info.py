@@ -56,6 +56,7 @@ def model_rows(model: str) -> dict[str, Any]:
     """What the engine reads out of a checkpoint's ``config.json``."""
     import torch
 
+    from tritonllm.engine.cache.kv_cache import block_bytes
     from tritonllm.models import checkpoint
     from tritonllm.models.decoder import Decoder
     from tritonllm.models.loading import read_spec
@@ -63,7 +64,7 @@ def model_rows(model: str) -> dict[str, Any]:
 
     folder = checkpoint.resolve(model, load_format="dummy")  # no weights are read
     spec = read_spec(folder)
-    cache_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_size * spec.dtype.itemsize
+    cache_bytes = block_bytes(spec, spec.dtype, 1)
     rows: dict[str, Any] = {"model": folder, "kv cache": f"{cache_bytes:,} bytes a token"}
     if not isinstance(spec, ModelSpec):
         return rows | {"runs": "through transformers, see docs/models.md"} | fields_of([spec])

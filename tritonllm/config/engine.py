@@ -29,6 +29,7 @@ STRUCTURED_OUTPUTS_BACKENDS = ("auto", "xgrammar", "guidance")
 CONVERSIONS = ("auto", "none", "embed", "classify")
 NO_COMPILATION, COMPILATION = 0, 3
 BACKENDS = ("inductor", "aot_eager", "eager")
+QUANTIZATIONS = ("fp8", "int8")
 _DEVICE = re.compile(r"auto|cpu(:0)?|cuda(:\d+)?")
 _DOTTED = re.compile(r"\w+(\.\w+)*[.:]\w+")
 _OWN_KWARGS = (
@@ -63,6 +64,9 @@ class ModelConfig:
         max_model_len: most tokens of prompt and output together; by default the model's own limit.
         load_format: ``safetensors`` files, ``pt`` (``pytorch_model*.bin``), ``auto`` for the first of them that is
             there; ``dummy`` fills the weights from ``seed`` instead of reading them.
+        quantization: make the weights of the layers' products narrow when they are loaded: ``fp8`` (e4m3) or ``int8``,
+            a byte an element with a scale for each row; activations, embeddings and the output projection keep
+            ``dtype``. ``None`` leaves them as they are.
         allow_nan: load weights that are NaN or infinite, which are an error otherwise.
         seed: the seed of dummy weights, and of requests that bring none.
         max_logprobs: the most log-probabilities a position that a request may ask for, in ``logprobs`` or
@@ -91,6 +95,7 @@ class ModelConfig:
     device: str = "auto"
     max_model_len: int | None = None
     load_format: str = "auto"
+    quantization: str | None = None
     allow_nan: bool = False
     seed: int = 0
     max_logprobs: int = 20
@@ -108,6 +113,8 @@ class ModelConfig:
             raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
         one_of("dtype", self.dtype, DTYPES)
         one_of("load_format", self.load_format, LOAD_FORMATS)
+        if self.quantization is not None:
+            one_of("quantization", self.quantization, QUANTIZATIONS)
         one_of("runner", self.runner, RUNNERS)
         one_of("convert", self.convert, CONVERSIONS)
         if (self.runner, self.convert) in (("generate", "embed"), ("generate", "classify"), ("pooling", "none")):
@@ -325,6 +332,8 @@ class EngineConfig:
         is_a("enforce_eager", self.enforce_eager, bool)
         is_a("disable_cascade_attn", self.disable_cascade_attn, bool)
         is_a("deterministic", self.deterministic, bool)
+        if self.deterministic and self.model.quantization is not None:
+            raise ValueError("quantization: products of narrow weights are not batch invariant: leave one out")
         if self.deterministic and self.compilation_config.mode:
             raise ValueError(
                 "compilation_config: what torch.compile fuses is not batch invariant: leave it off with deterministic"

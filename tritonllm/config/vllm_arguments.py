@@ -90,7 +90,6 @@ class VllmEngine:
     ignore_patterns: Any = None
     model_loader_extra_config: Any = None
     safetensors_load_strategy: Any = None
-    quantization: Any = None
     quantization_param_path: Any = None
     allow_deprecated_quantization: Any = False
     cpu_offload_gb: Any = 0

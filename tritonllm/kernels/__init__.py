@@ -13,7 +13,7 @@ _HOME = {
     "gelu_and_mul": "elementwise.activation",
     "apply_activation": "elementwise.activation",
     "xielu": "elementwise.xielu",
-    "sigmoid_gate": "elementwise.sigmoid_gate",
+    "output_gate": "elementwise.output_gate",
     "store_kv": "attention.kv_cache",
     "copy_blocks": "attention.kv_cache",
     "pack_blocks": "attention.packed_blocks",
@@ -53,6 +53,7 @@ _HOME = {
     "rejection_sample": "speculative.rejection",
     "rejection_sample_tree": "speculative.rejection",
     "token_logprobs": "sampling.logprobs",
+    "widen_weight": "dense.narrow",
 }
 
 _HELPERS = {  # what arguments of these operations are made of, or with; no kernels, so no twins
@@ -60,6 +61,7 @@ _HELPERS = {  # what arguments of these operations are made of, or with; no kern
     "CascadePlan": "attention.cascade",
     "DecodeStep": "attention.bound",
     "Entry": "sampling.edits",
+    "Groups": "dense.weight",
     "LogitEdits": "sampling.edits",
     "ROW_UNIT": "sampling.shard",
     "SHARD_UNIT": "sampling.shard",
@@ -74,6 +76,7 @@ _HELPERS = {  # what arguments of these operations are made of, or with; no kern
     "linear_workspace_size": "dense.linear",
     "make_logit_edits": "sampling.edits",
     "plan_cascade": "attention.cascade",
+    "quantize_weight": "dense.narrow",
     "write_seat": "sampling.edits",
 }
 

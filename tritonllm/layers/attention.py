@@ -14,16 +14,16 @@ from tritonllm.kernels import (
     batch_invariant_attention,
     bind_layer,
     cascade_decode_attention,
+    output_gate,
     paged_decode_attention,
     paged_verify_attention,
     qk_norm_rope_store,
-    sigmoid_gate,
     varlen_prefill_attention,
 )
 from tritonllm.layers.context import split_attention
 from tritonllm.layers.fusion import decodes_at_once, normalises_heads
 from tritonllm.layers.linear import Linear
-from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
+from tritonllm.layers.metadata import AttentionMetadata, CacheShape, KVCacheView
 from tritonllm.layers.norm import BlockInput, Norm, NormSpec
 from tritonllm.layers.parameters import empty_parameter
 from tritonllm.layers.residual import Addend
@@ -90,8 +90,14 @@ class AttentionSpec:
             Without a ``window`` and ALiBi.
         softcap: replaces logits ``s`` by ``softcap * tanh(s / softcap)``; 0 for none.
         sinks: each head has a learned logit that takes weight and gives no value (GPT-OSS).
-        output_gate: whether each element of the heads' output is multiplied by the sigmoid of another projection of the
-            layer's input (AFMoE).
+        v_norm: the norm of each head's values; ``None`` for none.
+        values_are_keys: values are what the projection to keys gives, before its norm and rotation (Gemma 4): there is
+            no projection to values.
+        own_keys: whether the layer has keys and values of its own. If not, it reads those of an earlier layer and
+            projects to queries alone; what concerns keys or values is then that layer's.
+        output_gate: the function, ``sigmoid`` (AFMoE) or ``softplus`` (Laguna), of another projection of the layer's
+            input that multiplies the heads' output; ``None`` for no gate.
+        output_gate_over: what has a number of that projection of its own: each ``element``, or each ``head``.
         alibi_slopes: the slope of each head's linear bias; ``None`` for no bias.
         causal: whether a token sees none behind it. Without that a window is to both sides, and sequences come whole.
     """
@@ -113,7 +119,11 @@ class AttentionSpec:
     attention_chunk: int | None = None
     softcap: float = 0.0
     sinks: bool = False
-    output_gate: bool = False
+    v_norm: NormSpec | None = None
+    values_are_keys: bool = False
+    own_keys: bool = True
+    output_gate: Literal["sigmoid", "softplus"] | None = None
+    output_gate_over: Literal["element", "head"] = "element"
     alibi_slopes: tuple[float, ...] | None = None
     causal: bool = True
 
@@ -133,8 +143,27 @@ class AttentionSpec:
             raise ValueError("qk_norm_after_rope needs a qk_norm and a rope")
         if self.query_scaling is not None and (self.qk_norm is not None or self.clip_qkv is not None):
             raise ValueError("query_scaling with a qk_norm or clip_qkv is not supported")
+        if self.v_norm is not None and (self.v_norm.weight or self.v_norm.kind != "rms"):
+            raise ValueError("v_norm must be an RMS norm without a weight")
         if self.alibi_slopes is not None and len(self.alibi_slopes) != self.num_heads:
             raise ValueError(f"alibi_slopes must have one entry for each of {self.num_heads} heads")
+
+    @property
+    def cache(self) -> CacheShape:
+        """What the layer keeps of a token, or the layer that it reads."""
+        return CacheShape(self.num_kv_heads, self.head_size)
+
+    @property
+    def projected_heads(self) -> tuple[int, ...]:
+        """How many heads of queries, of keys and of values the projection has, as far as it has them."""
+        if not self.own_keys:
+            return (self.num_heads,)
+        return self.num_heads, *[self.num_kv_heads] * (1 if self.values_are_keys else 2)
+
+    @property
+    def gate_size(self) -> int:
+        """Elements of the heads' output that one number of ``output_gate`` multiplies."""
+        return 1 if self.output_gate_over == "element" else self.head_size
 
 
 class Attention(nn.Module):
@@ -162,20 +191,23 @@ class Attention(nn.Module):
         super().__init__()
         self.spec = spec
         self._group, self._context = group, context
-        self.heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
         q_size = spec.num_heads * spec.head_size
-        columns = sum(self.heads) * spec.head_size
+        columns = sum(spec.projected_heads) * spec.head_size
         self.qkv = Linear(spec.input_size or hidden_size, columns, bias=spec.qkv_bias, dtype=dtype, device=device)
         self.o = Linear(q_size, hidden_size, bias=spec.o_bias, dtype=dtype, device=device)
         self.gate: Linear | None = None
         if spec.output_gate:
-            self.gate = Linear(spec.input_size or hidden_size, q_size, bias=False, dtype=dtype, device=device)
-        self.q_norm = self.k_norm = None
+            gates = q_size // spec.gate_size
+            self.gate = Linear(spec.input_size or hidden_size, gates, bias=False, dtype=dtype, device=device)
+        self.q_norm = self.k_norm = self.v_norm = None
         if spec.qk_norm is not None:
             self.q_norm = Norm(self._norm_shape(spec.num_heads), spec.qk_norm, dtype=dtype, device=device)
-            self.k_norm = Norm(self._norm_shape(spec.num_kv_heads), spec.qk_norm, dtype=dtype, device=device)
+            if spec.own_keys:
+                self.k_norm = Norm(self._norm_shape(spec.num_kv_heads), spec.qk_norm, dtype=dtype, device=device)
+        if spec.v_norm is not None and spec.own_keys:
+            self.v_norm = Norm((spec.head_size,), spec.v_norm, dtype=dtype, device=device)
         over, after = spec.qk_norm_over, spec.qk_norm_after_rope
-        self._normed_with_rope = spec.qk_norm is not None and normalises_heads(spec.qk_norm.kind, over, after)
+        self._normed_with_rope = self.k_norm is not None and normalises_heads(self.k_norm.spec.kind, over, after)
         self._bound: BoundLayer | None = None
         self.sinks = empty_parameter(spec.num_heads, dtype=dtype, device=device) if spec.sinks else None
         slopes = None if spec.alibi_slopes is None else torch.tensor(spec.alibi_slopes, device=device)
@@ -198,6 +230,7 @@ class Attention(nn.Module):
         """Attend from ``[T, input_size]`` at ``positions[T]``; writes the new keys and values into ``kv_cache``.
 
         Args:
+            kv_cache: the layer's cache; with ``own_keys`` off that of the layer that it reads, which has written there.
             cos_sin_cache: the table of the spec's ``rope``; ``None`` without one.
             rows: ``[R]`` int64, the tokens whose results are wanted; ``None`` for all T.
             query_scale: ``[T, 1, 1]``, what the spec's ``query_scaling`` says of the positions; ``None`` without one.
@@ -208,12 +241,12 @@ class Attention(nn.Module):
         qkv = self.qkv(*x)
         if self.spec.query_scaling is not None:  # a rotation is linear, so it may come after
             assert query_scale is not None  # the same for all layers: computed once for a step
-            queries, _ = self._queries_and_keys(qkv)
+            queries = self._heads_of(qkv)[:, : self.spec.num_heads]
             queries *= query_scale
         gate = None if self.gate is None else self.gate(*x)
         out = self.attend(qkv, positions, cos_sin_cache, metadata, kv_cache)
         if gate is not None:
-            sigmoid_gate(out, gate, out=out)
+            output_gate(out, gate, function=self.spec.output_gate, out=out)
         return Addend(self.o, out if rows is None else out.index_select(0, rows))
 
     def attend(
@@ -224,27 +257,38 @@ class Attention(nn.Module):
         metadata: AttentionMetadata,
         kv_cache: KVCacheView,
     ) -> torch.Tensor:
-        """What lies between the two projections: ``qkv[T, (H + 2 K) D]``, overwritten, -> ``[T, H D]``."""
-        if self.spec.attention_chunk is not None:
+        """What lies between the two projections: ``qkv``, the rows of the first one, overwritten, -> ``[T, H D]``."""
+        spec = self.spec
+        if spec.attention_chunk is not None:
             assert metadata.of_chunks is not None  # the decoder has derived them
             metadata = metadata.of_chunks
-        if self.spec.clip_qkv is not None:
-            qkv.clamp_(-self.spec.clip_qkv, self.spec.clip_qkv)
-        if self.spec.qk_norm_after_rope:
+        if spec.clip_qkv is not None:
+            qkv.clamp_(-spec.clip_qkv, spec.clip_qkv)
+        if spec.own_keys and spec.values_are_keys:
+            qkv = torch.cat((qkv, qkv[:, spec.num_heads * spec.head_size :]), dim=1)
+        if self.v_norm is not None:
+            values = self._heads_of(qkv)[:, spec.num_heads + spec.num_kv_heads :]
+            self.v_norm.normalize(values, out=values)
+        if spec.qk_norm_after_rope:
             assert cos_sin_cache is not None and self.spec.rope is not None
             apply_rope(*self._queries_and_keys(qkv), positions, cos_sin_cache, interleaved=self.spec.rope.interleaved)
             cos_sin_cache = None
         if not self._normed_with_rope:
             self._normalize_heads(qkv)
         local = metadata.local
-        if local is None and not self.batch_invariant and decodes_at_once(metadata):
+        if spec.own_keys and local is None and not self.batch_invariant and decodes_at_once(metadata):
             layer = self._bind(cos_sin_cache, kv_cache)
             return metadata.decode_step(positions).attend(qkv, layer).flatten(1)
-        turned = None if cos_sin_cache is None else positions
-        heads = {**self._heads(cos_sin_cache), "constant_weight": self._normed_with_rope}
-        heads["batch_invariant"] = self.batch_invariant
-        slots = metadata.slot_mapping if local is None else local.slot_mapping
-        q = qk_norm_rope_store(qkv, kv_cache.k, kv_cache.v, slots, turned, **heads)
+        if spec.own_keys:
+            turned = None if cos_sin_cache is None else positions
+            heads = {**self._heads(cos_sin_cache), "constant_weight": self._normed_with_rope}
+            heads["batch_invariant"] = self.batch_invariant
+            slots = metadata.slot_mapping if local is None else local.slot_mapping
+            q = qk_norm_rope_store(qkv, kv_cache.k, kv_cache.v, slots, turned, **heads)
+        else:
+            q, no_keys = self._queries_and_keys(qkv)
+            if cos_sin_cache is not None and spec.rope is not None:
+                apply_rope(q, no_keys, positions, cos_sin_cache, interleaved=spec.rope.interleaved)
         if local is not None:
             scale, softcap = self.spec.scale, self.spec.softcap
             return split_attention(q, local, kv_cache, self._context, scale=scale, softcap=softcap).flatten(1)
@@ -257,7 +301,7 @@ class Attention(nn.Module):
         bound = self._bound
         if bound is None or bound.k_cache is not kv_cache.k or bound.heads.cos_sin_cache is not cos_sin_cache:
             heads = {**self._heads(cos_sin_cache), **self._options(), "workspace": kv_cache.workspace}
-            bound = bind_layer(self.spec.num_heads, self.qkv.weight.dtype, kv_cache.k, kv_cache.v, **heads)
+            bound = bind_layer(self.spec.num_heads, self.qkv.dtype, kv_cache.k, kv_cache.v, **heads)
             self._bound = bound
         return bound
 
@@ -279,10 +323,10 @@ class Attention(nn.Module):
 
     def _normalize_heads(self, qkv: torch.Tensor) -> None:
         """The norms that this kernel does not know, in place."""
-        if self.q_norm is None or self.k_norm is None:
-            return
         over_all = self.spec.qk_norm_over == "all"
         for module, x in zip((self.q_norm, self.k_norm), self._queries_and_keys(qkv), strict=True):
+            if module is None:
+                continue
             x = x.view(x.shape[0], -1) if over_all else x
             if over_all and self._group.size > 1:
                 module.normalize_over(self._group, x)
@@ -290,9 +334,13 @@ class Attention(nn.Module):
                 module.normalize(x, out=x)
 
     def _queries_and_keys(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of them: ``[T, H, D]`` and ``[T, K, D]``."""
-        q, k, _ = qkv.unflatten(1, (sum(self.heads), self.spec.head_size)).split(self.heads, dim=1)
-        return q, k
+        """Views of them: ``[T, H, D]`` and ``[T, K, D]``, or of no keys where there are none."""
+        heads, queries = self._heads_of(qkv), self.spec.num_heads
+        return heads[:, :queries], heads[:, queries : queries + self.spec.num_kv_heads]
+
+    def _heads_of(self, qkv: torch.Tensor) -> torch.Tensor:
+        size = self.spec.head_size
+        return qkv.unflatten(1, (qkv.shape[1] // size, size))
 
 
 def invariant_attention(

@@ -19,9 +19,8 @@ does what it says. A kernel knows what it can take along and for which sizes tha
 
 Tensor parallelism is a trait of a layer: a rank's part of a result is not added to the stream, so it is pending until
 the block that follows sums it up and enters. Up to so many rows as the ranks' GPUs can write to each other's memory
-faster than NCCL (:attr:`FusionLimits.summed`), that is one launch with the addition and the norm. Adapters and narrow
-weights have their place here too: each will be a trait, which :func:`plan_step` turns into another way to add or to
-normalise.
+faster than NCCL (:attr:`FusionLimits.summed`), that is one launch with the addition and the norm. Adapters
+have their place here too: a trait, which :func:`plan_step` will turn into another way to add or to normalise.
 """
 
 from collections.abc import Sequence
@@ -32,6 +31,7 @@ import torch
 
 from tritonllm.kernels.dense.linear import MAX_M
 from tritonllm.kernels.dense.medium import begins_norms, rows_that_begin_norms
+from tritonllm.kernels.dense.weight import PLAIN, Weight
 from tritonllm.layers.metadata import AttentionMetadata
 
 # Tokens times elements of the router up to which norm and logits are one launch: of Qwen3-30B-A3B 16 tokens (with the
@@ -93,6 +93,8 @@ class LayerTraits:
         norms_router: whether the launch of the router can take the norm before it along: they are of one dtype.
         sums_last: whether nothing comes after the sum of the experts: there are experts, and no shared MLP.
         partial: whether its blocks compute a rank's part of a sum.
+        settles: whether something comes behind the MLP that reads or changes the whole stream, so that nothing is
+            pending where the layer ends; not ``sequential`` then.
     """
 
     sequential: bool
@@ -103,13 +105,15 @@ class LayerTraits:
     router: int = 0
     norms_router: bool = True
     sums_last: bool = False
+    settles: bool = False
 
     @classmethod
     def of_dense(
-        cls, *, sequential: bool, rms: bool, parallel: bool, weights: Sequence[torch.Tensor], partial: bool = False
+        cls, *, sequential: bool, rms: bool, parallel: bool, weights: Sequence[Weight], partial: bool = False
     ) -> "LayerTraits":
-        """A layer whose products have these ``weights``, from the first to the last."""
-        begins = sequential and rms and not partial and all(map(begins_norms, weights))
+        """A layer whose products have these ``weights``, from the first to the last. Narrow ones begin no norms."""
+        plain = all(weight.format == PLAIN for weight in weights)
+        begins = sequential and rms and not partial and plain and all(begins_norms(weight.data) for weight in weights)
         return cls(sequential=sequential, rms=rms, parallel=parallel, begins_norms=begins, partial=partial)
 
     @classmethod
@@ -240,6 +244,8 @@ def _plan_layer(
 
 
 def _handed_on(layer: LayerTraits, plan: LayerPlan) -> _Handed:
+    if layer.settles:
+        return _Handed.STREAM
     if plan.mlp_add is AddBy.PRODUCT_WITH_NORM:
         return _Handed.NORMED if layer.router else _Handed.BEGUN
     return _Handed.ADDEND if plan.mlp_add is AddBy.LATER else _Handed.STREAM

@@ -14,13 +14,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tritonllm.kernels import apply_activation, linear
+from tritonllm.kernels import apply_activation, linear, widen_weight
 from tritonllm.kernels.dense.arguments import Fused, Operands
 from tritonllm.kernels.dense.cpu import pack_weight, product, row_by_row
 from tritonllm.kernels.dense.invariant import multiply_gated_invariantly, multiply_invariantly
 from tritonllm.kernels.dense.linear import linear_workspace_size, multiply
 from tritonllm.kernels.dense.medium import Unnormed, add_linear, linear_unnormed
-from tritonllm.kernels.dense.weight import PLAIN, Weight, elements
+from tritonllm.kernels.dense.narrow import scales_of
+from tritonllm.kernels.dense.weight import NARROW, PLAIN, Weight, elements
 from tritonllm.kernels.elementwise import ACTIVATIONS, act_and_mul, cpu
 from tritonllm.kernels.runtime.registry import runs_in_torch
 from tritonllm.layers.fusion import few_rows
@@ -75,6 +76,7 @@ class Linear(nn.Module):
     input once.
 
     Attributes:
+        dtype: the dtype of what comes and goes; of the weight, too, unless it is narrow.
         together: elements of the weights of all products of its layer, of which those of few rows choose one kind of
             kernel; 0 for four times its own.
     """
@@ -88,6 +90,8 @@ class Linear(nn.Module):
     ) -> None:
         super().__init__()
         self.weight = empty_parameter(out_features, in_features, dtype=dtype, device=device)
+        self.scales: nn.Parameter | None = None
+        self.dtype = dtype
         self._format = PLAIN
         self._columns = out_features
         self.bias = empty_parameter(out_features, dtype=dtype, device=device) if bias else None
@@ -97,7 +101,7 @@ class Linear(nn.Module):
     @property
     def operand(self) -> Weight:
         """The weight as products take it."""
-        return Weight(self.weight, None, self._format)
+        return Weight(self.weight, self.scales, self._format)
 
     def forward(
         self,
@@ -132,15 +136,16 @@ class Linear(nn.Module):
             )
         if x.is_cpu and norm is None and (residual is None or self._format != PLAIN):
             return self._on_cpu(x, activation, gated, residual, scale)
-        if activation is None and norm is None and residual is None and not few_rows(x):
+        narrow = self._format in NARROW
+        if activation is None and norm is None and residual is None and not (few_rows(x) or narrow):
             return F.linear(x, self.weight, self.bias)
         # without the checks of `linear`: what a layer multiplies fits in every step
         columns = self.weight.shape[0] // 2 if gated else self.weight.shape[0]
         out = x.new_empty(x.shape[0], columns) if residual is None else residual
         norm_weight, spec = (None, _NO_NORM) if norm is None else (norm.weight, norm.spec)
         numbers = spec.eps, spec.weight_offset, activation, gated, residual is not None, scale, True, self.together
-        operands = Operands(x, elements("weight", self.operand), self.bias, norm_weight, out, self.workspace)
-        return multiply(operands, Fused(*numbers))
+        operands = Operands(x, self.weight, self.bias, norm_weight, out, self.workspace)
+        return multiply(operands, Fused(*numbers), scales_of(self.operand))
 
     def _invariantly(
         self, x: torch.Tensor, activation: str | None, gated: bool, residual: torch.Tensor | None, scale: float
@@ -167,10 +172,20 @@ class Linear(nn.Module):
         """The product on the CPU. The reference of `linear` would convert a 16-bit weight each time."""
         return _activated(product(x, self.operand, self.bias), activation, gated, residual, scale)
 
+    def narrow(self, to: Weight) -> None:
+        """Multiply by this weight from here on: one in a narrow format with a scale for each row. On the CPU, whose
+        products read wide weights, by its numbers times their scales."""
+        if self.weight.is_cpu:
+            self.weight.copy_(widen_weight(to, self.dtype))
+            return
+        assert to.scales is not None
+        self.weight, self.scales = (nn.Parameter(part, requires_grad=False) for part in (to.data, to.scales))
+        self._format = to.format
+
     def pack(self) -> None:
         """The weight is final: on the CPU, lay it out as products read it. Nothing else can read it from here on."""
-        data, _, self._format = pack_weight(self.weight)
-        self.weight = nn.Parameter(data, requires_grad=False)
+        packed = pack_weight(self.weight)
+        self.weight, self._format = nn.Parameter(packed.data, requires_grad=False), packed.format
 
     def alone(self, x: torch.Tensor) -> torch.Tensor:
         """This and what follows: a block's last product (:class:`~tritonllm.layers.residual.LastProduct`)."""

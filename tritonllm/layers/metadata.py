@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -84,6 +85,18 @@ class AttentionMetadata:
             tables = self.slot_mapping, self.block_tables, self.seq_lens
             self._bound.append(DecodeStep(*tables, positions, settled=True, **limits))
         return self._bound[0]
+
+
+class CacheShape(NamedTuple):
+    """What a layer keeps of a token: a key and a value of ``size`` elements for each of ``heads``."""
+
+    heads: int
+    size: int
+
+    @property
+    def elements(self) -> int:
+        """Elements of a token's keys and values."""
+        return 2 * self.heads * self.size
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,15 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
+from tritonllm.dist.group import ALONE, Group
 from tritonllm.experts.placement import taken_slots
-from tritonllm.kernels import Weight, count_experts, fused_moe, moe_from_logits, moe_logits, moe_route
+from tritonllm.kernels import Weight, cap_logits, count_experts, fused_moe, moe_from_logits, moe_logits, moe_route
 from tritonllm.kernels.dense import row_by_row
 from tritonllm.layers.exchanged_rows import ExchangedRows
 from tritonllm.layers.expert_counts import LayerCounter
 from tritonllm.layers.linear import Linear, linear_float32
 from tritonllm.layers.mlp import MLP, MLPSpec
-from tritonllm.layers.norm import BlockInput, Norm
+from tritonllm.layers.norm import BlockInput, Norm, NormSpec
 from tritonllm.layers.parameters import empty_parameter
 from tritonllm.layers.residual import Addend
 
@@ -33,6 +34,7 @@ class MoESpec:
         router_bias: whether a bias is added to the router's logits.
         router_float32: whether the router's weight is float32 in every dtype, as are the rows that it multiplies (ERNIE
             4.5).
+        router_softcap: replaces the router's logits by ``cap * tanh(logit / cap)``; 0 for none (Laguna).
         scoring: the function that makes scores of the logits, ``softmax`` or ``sigmoid``.
         renormalize: the chosen experts' weights sum to one.
         correction_bias: added to the scores for the choice only (DeepSeek-V3).
@@ -42,6 +44,10 @@ class MoESpec:
         weights_on_input: a weight multiplies what goes into its expert, not what comes out (Llama 4); with ``top_k`` 1.
         shared: an MLP that every token goes through as well.
         shared_scale: multiplies that MLP's output (Cohere 2 averages).
+        apart: the norms of a block in which the shared MLP and the experts have norms of their own (Gemma 4): the
+            experts' input, the router's, and both results before they are summed; all of the stream or of such a
+            result. ``None``: the experts and the shared MLP read the block's input.
+        expert_scales: a learned number for each expert multiplies its weights, once they are chosen and renormalised.
         shared_gate: a sigmoid of one more projection multiplies the shared MLP's output (Qwen2-MoE).
         by_expert: several ranks have whole experts, each some of them, instead of a part of every expert.
         slots: the expert in each slot of all ranks together, those of rank 0 first, with ``by_expert``: an expert may
@@ -60,6 +66,7 @@ class MoESpec:
     bias: bool = False
     router_bias: bool = False
     router_float32: bool = False
+    router_softcap: float = 0.0
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     renormalize: bool = True
     correction_bias: bool = False
@@ -70,6 +77,8 @@ class MoESpec:
     shared: MLPSpec | None = None
     shared_scale: float = 1.0
     shared_gate: bool = False
+    apart: NormSpec | None = None
+    expert_scales: bool = False
     by_expert: bool = False
     slots: tuple[int, ...] | None = field(default=None, compare=False)
     turns: int = 1
@@ -95,6 +104,18 @@ class MoESpec:
             raise ValueError(f"top_k must be from 1 to the {available} experts to choose from, got {self.top_k}")
         if self.weights_on_input and self.top_k != 1:
             raise ValueError(f"weights_on_input needs top_k=1, got {self.top_k}")
+        if self.apart is not None and (self.shared is None or self.shared_gate or self.shared_scale != 1.0):
+            raise ValueError("apart needs a shared MLP without a gate or scale")
+
+
+class ExpertNorms(nn.Module):
+    """The norms of a block whose shared MLP and experts are ``apart``: of the router's and the experts' input, and of
+    both results."""
+
+    def __init__(self, hidden_size: int, spec: NormSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        how: dict[str, Any] = {"dtype": dtype, "device": device}
+        self.router, self.experts, self.after, self.shared_after = (Norm((hidden_size,), spec, **how) for _ in range(4))
 
 
 class Routed(NamedTuple):
@@ -105,6 +126,7 @@ class Routed(NamedTuple):
     logits: torch.Tensor
     counter: LayerCounter | None = None
     exchanged: ExchangedRows | None = None
+    of_shared: torch.Tensor | None = None
 
 
 def _places(spec: MoESpec, held: range) -> torch.Tensor:
@@ -129,9 +151,11 @@ class MoE(nn.Module):
     batch_invariant = False
     expert_map: torch.Tensor | None
 
-    def __init__(self, hidden_size: int, spec: MoESpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, hidden_size: int, spec: MoESpec, *, dtype: torch.dtype, device: torch.device, group: Group = ALONE
+    ) -> None:
         super().__init__()
-        self.spec = spec
+        self.spec, self._group = spec, group
         experts, inner = spec.num_experts, spec.intermediate_size
         exact = torch.float32 if spec.router_float32 else dtype
         self.router = Linear(hidden_size, experts, bias=spec.router_bias, dtype=exact, device=device)
@@ -149,35 +173,57 @@ class MoE(nn.Module):
             self.correction_bias = empty_parameter(experts, dtype=torch.float32, device=device)
         if spec.shared is not None:
             self.shared = MLP(hidden_size, spec.shared, dtype=dtype, device=device)
+        self.norms = None if spec.apart is None else ExpertNorms(hidden_size, spec.apart, dtype=dtype, device=device)
+        self.expert_scale = empty_parameter(experts, dtype=dtype, device=device) if spec.expert_scales else None
         if spec.shared_gate:
             self.shared_gate = Linear(hidden_size, 1, bias=False, dtype=dtype, device=device)
 
     def forward(
-        self, x: BlockInput, counter: LayerCounter | None = None, exchanged: ExchangedRows | None = None
+        self,
+        x: BlockInput,
+        counter: LayerCounter | None = None,
+        exchanged: ExchangedRows | None = None,
+        stream: torch.Tensor | None = None,
     ) -> Addend:
-        """``[T, hidden]`` -> ``[T, hidden]``, to be added; ``counter`` says where the chosen experts are counted, and
-        ``exchanged``, where experts are ``exchanged``, how rows get to them.
+        """``[T, hidden]`` -> ``[T, hidden]``, to be added; ``counter`` says where the chosen experts are counted,
+        ``exchanged``, where experts are ``exchanged``, how rows get to them, and ``stream[T, hidden]``, where they are
+        ``apart``, what ``x`` is a norm of.
 
         The router's logits are in float32: two experts that bfloat16 takes for equal would be chosen by their number.
         """
         rows, weight, bias = x.rows, self.router.operand, self.router.bias
+        of_shared, to_route = None, rows
+        if self.norms is not None:
+            assert stream is not None and x.norm is None
+            of_shared, rows = rows, self.norms.experts.normalize(stream)
+            to_route = self.norms.router.normalize(stream).mul_(stream.shape[1] ** -0.5)
         if x.norm is None:
             columns = self.spec.num_experts if self.batch_invariant else None
             together = self.router.together
-            logits = linear_float32(rows.to(weight.data.dtype), weight, bias, columns=columns, together=together)
-            return Addend(self, Routed(rows, logits, counter, exchanged))
-        norm, spec = x.norm, x.norm.spec
-        assert norm.weight is not None
-        numbers = {"norm_eps": spec.eps, "norm_weight_offset": spec.weight_offset}
-        logits, rows = moe_logits(rows, weight, norm.weight, bias, **numbers, constant_weight=True)
-        return Addend(self, Routed(rows, logits, counter, exchanged))
+            logits = linear_float32(to_route.to(weight.data.dtype), weight, bias, columns=columns, together=together)
+        else:
+            norm, spec = x.norm, x.norm.spec
+            assert norm.weight is not None
+            numbers = {"norm_eps": spec.eps, "norm_weight_offset": spec.weight_offset}
+            logits, rows = moe_logits(rows, weight, norm.weight, bias, **numbers, constant_weight=True)
+        if self.spec.router_softcap:
+            cap_logits(logits, softcap=self.spec.router_softcap)
+        return Addend(self, Routed(rows, logits, counter, exchanged, of_shared), whole=of_shared is not None)
 
     def alone(self, x: Routed) -> torch.Tensor:
         """This and what follows: a block's last product (:class:`~tritonllm.layers.residual.LastProduct`)."""
         out = self._sum(x, None, 1.0)
         assert isinstance(out, torch.Tensor)
-        self._add_shared(out, x.rows, 1.0)
-        return out
+        if self.norms is None:
+            self._add_shared(out, x.rows, 1.0)
+            return out
+        assert self.shared is not None and x.of_shared is not None
+        both = out, self.shared(BlockInput(x.of_shared)).alone()
+        if self._group.size > 1:
+            both = self._group.all_reduce(both[0]), self._group.all_reduce(both[1])
+        ours, shared = both
+        self.norms.after.normalize(ours, out=ours)
+        return ours.add_(self.norms.shared_after.normalize(shared, out=shared))
 
     def add_to(self, stream: torch.Tensor, x: Routed, scale: float) -> None:
         self._sum(x, stream, scale)
@@ -211,12 +257,14 @@ class MoE(nn.Module):
             norm = following.spec
             end |= {"norm_weight": following.weight, "norm_eps": norm.eps, "norm_weight_offset": norm.weight_offset}
         weights, bias = (Weight(self.gate_up), Weight(self.down)), self.correction_bias
-        if x.counter is None and x.exchanged is None and not spec.weights_on_input:
+        if x.counter is None and x.exchanged is None and not spec.weights_on_input and self.expert_scale is None:
             chosen: dict[str, Any] = {"correction_bias": bias, "routing_scale": spec.scale}
             return moe_from_logits(x.rows, x.logits, *weights, spec.top_k, **chosen, **rule, **experts, **end)
         choice = moe_route(x.logits, spec.top_k, bias=bias, scale=spec.scale, **rule)
         if x.counter is not None:
             count_experts(choice[1], x.counter.marks, x.counter.counts)
+        if self.expert_scale is not None:
+            choice = choice[0] * self.expert_scale[choice[1].long()].float(), choice[1]
         rows = x.rows
         if spec.weights_on_input:
             rows, choice = rows * choice[0].to(rows.dtype), (torch.ones_like(choice[0]), choice[1])

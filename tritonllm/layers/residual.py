@@ -35,10 +35,15 @@ class LastProduct(Protocol):
 
 
 class Addend(NamedTuple):
-    """A block's result but for its last product, which may take the addition along."""
+    """A block's result but for its last product, which may take the addition along.
+
+    Attributes:
+        whole: the result is no rank's part of a sum, although there are several ranks.
+    """
 
     product: LastProduct
     x: Any
+    whole: bool = False
 
     def alone(self) -> torch.Tensor:
         """The result, added to nothing."""
@@ -54,6 +59,7 @@ class Stream:
         becomes_normed: a norm's result is the stream from there on (the original transformer).
         group: the ranks whose parts add up to a block's result; each has the whole stream.
         given: the first block's input, where that is not a norm of the stream (``NormBy.BEFORE``).
+        layer_inputs: ``[T, layers, size]``, what each layer gets beside the stream.
     """
 
     def __init__(
@@ -64,8 +70,10 @@ class Stream:
         becomes_normed: bool = False,
         group: Group = ALONE,
         given: BlockInput | None = None,
+        layer_inputs: torch.Tensor | None = None,
     ) -> None:
         self.rows = rows
+        self.layer_inputs = layer_inputs
         self._group = group
         self._scale = scale
         self._becomes_normed = becomes_normed
@@ -116,13 +124,21 @@ class Stream:
             self._input = block.product.add_and_normalize(self.rows, block.x, following, self._scale)
         else:
             result = block.product.alone(block.x)
-            self._partial = self._group.size > 1
+            self._partial = self._group.size > 1 and not block.whole
             if after is not None:
                 if self._partial:
                     result, self._partial = self._group.all_reduce(result), False
                 after.normalize(result, out=result)
             # of two parallel blocks both are pending: their sum is added at once
             self._addend = result if self._addend is None else self._addend.add_(result)
+
+    def settle(self) -> torch.Tensor:
+        """Add what is pending; no norm may be begun. Returns the stream, which may be changed."""
+        addend, self._addend = self._addend, None
+        if addend is not None:
+            partial, self._partial = self._partial, False
+            self.rows.add_(self._group.all_reduce(addend) if partial else addend, alpha=self._scale)
+        return self.rows
 
     def settled(self) -> torch.Tensor:
         """``[T, hidden]``, a new tensor: the stream with what is pending added, and nothing changed.
@@ -139,3 +155,5 @@ class Stream:
     def keep(self, rows: torch.Tensor) -> None:
         """Go on with these rows alone, ``[R]`` int64; nothing may be pending."""
         self.rows = self.rows.index_select(0, rows)
+        if self.layer_inputs is not None:
+            self.layer_inputs = self.layer_inputs.index_select(0, rows)

@@ -185,6 +185,8 @@ class ConfigReader(Mapping[str, Any]):
                 raise ValueError(f"config.json: {name} must be a number above 0, got {value!r}")
         if self.get("original_max_position_embeddings") and "rope_type" in scaling:
             scaling.setdefault("original_max_position_embeddings", self["original_max_position_embeddings"])
+        if scaling.get("rope_type") == "proportional":  # then the table says which part stands still
+            scaling["partial_rotary_factor"], part = part, 1.0
         rope = RopeSpec(
             base=float(base),
             rotary_dim=int(head_size * part),

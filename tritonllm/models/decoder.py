@@ -19,6 +19,7 @@ from tritonllm.layers.expert_counts import ExpertCounts
 from tritonllm.layers.fusion import FusionPlan, FusionPlanner
 from tritonllm.layers.head import Head
 from tritonllm.layers.invariance import SEPARATE, make_batch_invariant
+from tritonllm.layers.layer_inputs import LayerInputs
 from tritonllm.layers.linear import Embedding, Linear, put_beside
 from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
 from tritonllm.layers.norm import Norm
@@ -56,9 +57,10 @@ class Decoder(nn.Module):
         spec: what this rank computes.
         whole: what all ranks compute together.
         group, context, stage, exchange: as they were given.
-        incoming: ``[tokens, hidden]``, where a stage behind the first finds what the one before it has computed of a
-            step's tokens. A step overwrites it.
+        incoming: ``[tokens, columns_in]``, where a stage behind the first finds what the one before it has computed of
+            a step's tokens. A step overwrites it.
         expert_counts: the counts of all steps so far; ``None`` if they are not counted.
+        quantization: the narrow format of the weights of the layers' products (:mod:`tritonllm.models.quantization`).
         together: the most elements that the products of one of its layers have (:class:`Linear`).
 
     Raises:
@@ -95,6 +97,7 @@ class Decoder(nn.Module):
         self.token_types: Embedding | None = None
         self.positions: Embedding | None = None
         self.waves: torch.Tensor | None = None
+        self.layer_inputs: LayerInputs | None = None
         self.project_in: Linear | None = None
         self.project_out: Linear | None = None
         self.norm: Norm | None = None
@@ -111,11 +114,13 @@ class Decoder(nn.Module):
         if self.stage.first:
             self._add_head(local, dtype, device)
         put_beside(self.children(), self.together)
+        if self.layer_inputs is not None:
+            put_beside(self.layer_inputs.children(), self.together)
         specs = [layer.attention for layer in self.spec.layers]
         self._heads = {(spec.num_heads, spec.num_kv_heads, spec.head_size) for spec in specs}
         group.reserve(spec.hidden_size, dtype)
-        limits = SEPARATE if batch_invariant else None
-        self.fusion = FusionPlanner([layer.traits for layer in layers], limits, summed=group.fused_rows)
+        self.quantization: str | None = None
+        self.fuse_anew()
         if batch_invariant:
             make_batch_invariant(self)
         self.expert_counts = _expert_counts(self.spec, device) if counts_experts else None
@@ -124,6 +129,12 @@ class Decoder(nn.Module):
         self._scalings = [scaling for scaling in dict.fromkeys(scalings) if scaling is not None]
         self._scaling_of_layer = [None if one is None else self._scalings.index(one) for one in scalings]
         self._running: range | tuple[int, ...] = range(self.spec.num_layers)
+
+    def fuse_anew(self) -> None:
+        """Decide what is fused by the layers as they are now, before the first step."""
+        limits = SEPARATE if self.batch_invariant else None
+        traits = [layer.traits for layer in self.layers if isinstance(layer, DecoderLayer)]
+        self.fusion = FusionPlanner(traits, limits, summed=self.group.fused_rows)
 
     @property
     def first_own_logit(self) -> int | None:
@@ -134,6 +145,20 @@ class Decoder(nn.Module):
         if own is None or not self.spec.logits or vocab % ROW_UNIT or share_of(vocab, self.group.size) % SHARD_UNIT:
             return None
         return own.start
+
+    @property
+    def columns_in(self) -> int:
+        """Elements of a token that come from the stage before: its stream, and the inputs of the layers from here."""
+        return self._columns_at(self.stage.layers.start)
+
+    @property
+    def columns_out(self) -> int:
+        """Elements of a token that go to the next stage; of the last stage, back to the first one."""
+        return self._columns_at(self.stage.layers.stop)
+
+    def _columns_at(self, layer: int) -> int:
+        inputs = self.whole.layer_inputs
+        return self.whole.hidden_size + (0 if inputs is None else (self.whole.num_layers - layer) * inputs.size)
 
     @property
     def _own_logits(self) -> range | None:
@@ -156,6 +181,9 @@ class Decoder(nn.Module):
         if spec.wave_positions is not None:
             rows = max_model_len + spec.position_offset
             self.waves = wave_table(rows, spec.hidden_size, spec.wave_positions, dtype, device)
+        if spec.layer_inputs is not None:
+            sizes = spec.hidden_size, spec.num_layers
+            self.layer_inputs = LayerInputs(*sizes, spec.layer_inputs, dtype=dtype, device=device)
         if size != spec.hidden_size:
             self.project_in = Linear(size, spec.hidden_size, bias=False, dtype=dtype, device=device)
             self.project_out = Linear(spec.hidden_size, size, bias=False, dtype=dtype, device=device)
@@ -192,7 +220,7 @@ class Decoder(nn.Module):
 
         Returns:
             ``[R, hidden]`` after the last norm, for :meth:`compute_logits`; without ``rows`` ``[T, hidden]``. Of a
-            stage before the last one always ``[T, hidden]``, which the next one goes on with.
+            stage before the last one always ``[T, columns_out]``, which the next one goes on with.
 
         Raises:
             ValueError: another number of caches than of layers.
@@ -275,15 +303,29 @@ class Decoder(nn.Module):
                 travels = ExchangedRows(self.exchange, room, metadata.marks(wanted=last))
             batch = positions, table, metadata, kv_cache[place]
             scale = None if scaling is None else scales[scaling]
-            self.layers[place](stream, how, *batch, wanted, following, counter, travels, scale)
+            self.layers[place](stream, how, *batch, wanted, following, counter, travels, scale, place)
             if stored is not None:
                 stored(place)
-        return stream.enter(self.norm, plan.last_norm).rows, [states[place] for place in before]
+        hidden = stream.enter(self.norm, plan.last_norm).rows
+        if stream.layer_inputs is not None and not self.stage.last:
+            hidden = torch.cat((hidden, stream.layer_inputs[:, self.spec.num_layers :].flatten(1)), dim=1)
+        return hidden, [states[place] for place in before]
 
     def begin(self, input_ids: torch.Tensor, positions: torch.Tensor) -> Stream:
         """The residual stream with which a step begins. Arguments as in :meth:`forward`."""
+        inputs = None
+        if self.incoming is None:
+            rows = self._embed(input_ids, positions)
+            if self.layer_inputs is not None:
+                inputs = self.layer_inputs(input_ids, rows)
+        else:
+            rows = self.incoming[: len(positions)]
+            if self.whole.layer_inputs is not None:
+                rows, inputs = rows[:, : self.spec.hidden_size], rows[:, self.spec.hidden_size :]
+                rows, inputs = rows.contiguous(), inputs.unflatten(1, (-1, self.whole.layer_inputs.size))
         return Stream(
-            self._embed(input_ids, positions) if self.incoming is None else self.incoming[: len(positions)],
+            rows,
+            layer_inputs=inputs,
             scale=self.spec.residual_multiplier,
             becomes_normed=self.spec.norm_position == "stream",
             group=self.group,

@@ -1,5 +1,6 @@
 """One layer of the decoder: attention and an MLP or experts around a residual stream."""
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -11,11 +12,13 @@ from tritonllm.layers.attention import Attention
 from tritonllm.layers.exchanged_rows import ExchangedRows
 from tritonllm.layers.expert_counts import LayerCounter
 from tritonllm.layers.fusion import LayerPlan, LayerTraits
+from tritonllm.layers.layer_inputs import LayerInput
 from tritonllm.layers.linear import Linear
 from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
 from tritonllm.layers.mlp import MLP, MLPSpec
 from tritonllm.layers.moe import MoE
 from tritonllm.layers.norm import BlockInput, Norm
+from tritonllm.layers.parameters import empty_parameter
 from tritonllm.layers.residual import Stream
 from tritonllm.models.interface import LayerWork
 from tritonllm.models.spec import ModelSpec
@@ -55,30 +58,38 @@ class DecoderLayer(nn.Module):
         if isinstance(layer.mlp, MLPSpec):
             self.mlp = MLP(spec.hidden_size, layer.mlp, dtype=dtype, device=device)
         else:
-            self.mlp = MoE(spec.hidden_size, layer.mlp, dtype=dtype, device=device)
+            self.mlp = MoE(spec.hidden_size, layer.mlp, dtype=dtype, device=device, group=group)
         self.mlp_post_norm = norm(after)
+        self.input = None
+        if spec.layer_inputs is not None:
+            self.input = LayerInput(spec.hidden_size, spec.layer_inputs, spec.norm, **how)
+        self.scalar = empty_parameter(1, **how) if spec.layer_scalars else None
         # a router's bits must not depend on how many experts a rank has
         self.together = HEAVY if isinstance(self.mlp, MoE) else sum(p.numel() for p in self.parameters())
         for module in self.modules():
             if isinstance(module, Linear):
                 module.together = self.together
-        self.traits = self._traits(spec, partial=group.size > 1)
+        self._spec, self._partial = spec, group.size > 1
 
-    def _traits(self, spec: ModelSpec, *, partial: bool) -> LayerTraits:
-        attention, mlp = self.attention, self.mlp
-        parallel = spec.parallel is not None
+    @property
+    def traits(self) -> LayerTraits:
+        """What of the layer, with the weights that it has now, decides its fusions."""
+        attention, mlp, spec = self.attention, self.mlp, self._spec
+        parallel, settles = spec.parallel is not None, self.input is not None or self.scalar is not None
         traits = {
-            "sequential": spec.norm_position == "pre" and not parallel,
+            "sequential": spec.norm_position == "pre" and not parallel and not settles,
             "rms": spec.norm.kind == "rms",
             "parallel": parallel,
-            "partial": partial,
+            "partial": self._partial,
         }
         if isinstance(mlp, MoE):
             router, shared = mlp.router.weight, mlp.shared is not None
-            same = router.dtype == attention.qkv.weight.dtype
-            return LayerTraits.of_experts(**traits, router=router, shared=shared, norms_router=same)
-        weights = [product.weight for product in (attention.qkv, attention.o, mlp.up, mlp.down)]
-        return LayerTraits.of_dense(**traits, weights=weights)
+            same = router.dtype == attention.qkv.dtype
+            found = LayerTraits.of_experts(**traits, router=router, shared=shared, norms_router=same)
+        else:
+            weights = [product.operand for product in (attention.qkv, attention.o, mlp.up, mlp.down)]
+            found = LayerTraits.of_dense(**traits, weights=weights)
+        return dataclasses.replace(found, settles=settles)
 
     def forward(
         self,
@@ -93,6 +104,7 @@ class DecoderLayer(nn.Module):
         counter: LayerCounter | None = None,
         exchanged: ExchangedRows | None = None,
         query_scale: torch.Tensor | None = None,
+        place: int = 0,
     ) -> None:
         """Read the stream and add to it.
 
@@ -103,6 +115,7 @@ class DecoderLayer(nn.Module):
             counter: where the experts that tokens choose are counted, if there are any.
             exchanged: how rows get to experts on other ranks, if there are any.
             query_scale: ``[T, 1, 1]``, what queries grow by; ``None`` where they do not.
+            place: which of the stream's layer inputs is this layer's.
         """
         x = stream.enter(self.attention_norm, plan.attention_norm)
         if rows is not None:
@@ -117,8 +130,13 @@ class DecoderLayer(nn.Module):
             x = stream.enter(self.mlp_norm, plan.mlp_norm)
         elif rows is not None:
             x = BlockInput(x.rows.index_select(0, rows))
-        addend = self.mlp(x, counter, exchanged) if isinstance(self.mlp, MoE) else self.mlp(x)
+        addend = self.mlp(x, counter, exchanged, stream.rows) if isinstance(self.mlp, MoE) else self.mlp(x)
         stream.add(addend, plan.mlp_add, after=self.mlp_post_norm, following=following)
+        if self.input is not None:
+            assert stream.layer_inputs is not None
+            stream.rows = stream.settle().add_(self.input(stream.rows, stream.layer_inputs[:, place]))
+        if self.scalar is not None:
+            stream.settle().mul_(self.scalar)
 
 
 def work_of(layer: nn.Module) -> LayerWork:

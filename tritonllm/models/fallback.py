@@ -18,12 +18,18 @@ from typing import Any
 
 import torch
 
+from tritonllm.dist.group import ALONE, Group
 from tritonllm.models import checkpoint
 from tritonllm.models.config_reader import ConfigReader
 from tritonllm.models.fallback_attention import PAGED, register
 from tritonllm.models.fallback_decoder import FallbackSpec, TransformersDecoder, refused
 from tritonllm.models.fallback_files import check_files, check_tied
+from tritonllm.models.fallback_shards import sharing_of
+from tritonllm.models.fallback_stages import stages_in
 from tritonllm.models.finite import not_finite, refuse
+from tritonllm.models.stages import Stage
+
+CPU = torch.device("cpu")
 
 _SAFETENSORS = {"auto": None, "safetensors": True, "pt": False}  # transformers' name of our load formats
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -186,8 +192,12 @@ def load_fallback(
     seed: int,
     max_model_len: int,
     allow_nan: bool = False,
+    group: Group = ALONE,
+    stage: Stage | None = None,
+    batch_invariant: bool = False,
 ) -> TransformersDecoder:
-    """Load a model and check that it can be served.
+    """Load a model and check that it can be served. Each of several ranks loads all of it on the host, and keeps its
+    part.
 
     Args:
         folder: the checkpoint.
@@ -197,29 +207,28 @@ def load_fallback(
             from ``seed`` as transformers initialises them.
         max_model_len: the longest sequence that may come.
         allow_nan: take weights that are NaN or infinite.
+        group: the ranks that share the model, or the stage.
+        stage: which layers, of :func:`fallback_stages`; all of them by default.
+        batch_invariant: as of :class:`TransformersDecoder`.
 
     Raises:
         ValueError: files that are absent, damaged or quantized, weights that do not match the configuration (the
             message names a tensor), a value in ``config.json`` that transformers does not know, or a model that the
             probe refuses.
     """
-    register()
-    config = _read_config(folder, checkpoint.read_config(folder), trust_remote_code)
-    check_rope(config, max_model_len)
-    for collects in ("output_attentions", "output_hidden_states", "output_router_logits"):
-        if getattr(config, collects, False):
-            setattr(config, collects, False)
-    settings = {"dtype": dtype, "attn_implementation": PAGED, "trust_remote_code": trust_remote_code}
-    if load_format == "dummy":
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
-            torch.manual_seed(seed)
-            lm = _build(folder, config, settings).eval()
-    else:
-        lm = _load(folder, config, settings, load_format).to(device)
-        parameters = dict(lm.named_parameters())
-        if not allow_nan and (bad := not_finite(parameters)):
-            refuse(f"{folder}: ", ((name, parameters[name]) for name in parameters if name in bad))
-    decoder = TransformersDecoder(lm.requires_grad_(False), spec, dtype=dtype, max_model_len=max_model_len)
+    one = group.size == 1 and (stage is None or (stage.first and stage.last))
+    lm = load_whole(
+        folder,
+        dtype=dtype,
+        device=device if one else CPU,
+        trust_remote_code=trust_remote_code,
+        load_format=load_format,
+        seed=seed,
+        max_model_len=max_model_len,
+        allow_nan=allow_nan,
+    )
+    how: dict[str, Any] = {"device": device, "group": group, "stage": stage, "batch_invariant": batch_invariant}
+    decoder = TransformersDecoder(lm, spec, dtype=dtype, max_model_len=max_model_len, **how)
     graphs = "" if decoder.supports_graphs else " and takes no CUDA graphs"
     warnings.warn(
         f"{spec.architecture} is not a native family: transformers computes it, with our attention. This is "
@@ -227,6 +236,64 @@ def load_fallback(
         stacklevel=2,
     )
     return decoder
+
+
+def load_whole(
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    trust_remote_code: bool,
+    load_format: str,
+    seed: int,
+    max_model_len: int,
+    allow_nan: bool,
+) -> Any:
+    """The model of transformers with its weights; arguments and errors as of :func:`load_fallback`."""
+    config = _configured(folder, trust_remote_code)
+    check_rope(config, max_model_len)
+    settings = {"dtype": dtype, "attn_implementation": PAGED, "trust_remote_code": trust_remote_code}
+    if load_format == "dummy":
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
+            torch.manual_seed(seed)
+            return _build(folder, config, settings).eval().requires_grad_(False)
+    lm = _load(folder, config, settings, load_format).to(device)
+    parameters = dict(lm.named_parameters())
+    if not allow_nan and (bad := not_finite(parameters)):
+        refuse(f"{folder}: ", ((name, parameters[name]) for name in parameters if name in bad))
+    return lm.requires_grad_(False)
+
+
+def fallback_stages(
+    folder: Path, spec: FallbackSpec, ranks: int, stages: int, trust_remote_code: bool = False
+) -> list[Stage]:
+    """Check that a model can be cut, before its weights are read, and deal its layers out to stages.
+
+    Args:
+        ranks: how many share each stage.
+
+    Raises:
+        ValueError: the model cannot be cut so; the message names the argument and the reason.
+    """
+    if ranks == stages == 1:
+        return [Stage(0, range(spec.num_layers))]
+    config = _configured(folder, trust_remote_code)
+    settings = {"dtype": spec.dtype, "attn_implementation": PAGED, "trust_remote_code": trust_remote_code}
+    with torch.device("meta"):
+        lm = _build(folder, config, settings)
+    if ranks > 1:
+        sharing_of(lm, spec.architecture, ranks, head_size=spec.head_size, num_kv_heads=spec.num_kv_heads)
+    return stages_in(lm, spec.architecture, spec.num_layers, stages)
+
+
+def _configured(folder: Path, trust_remote_code: bool) -> Any:
+    """The configuration, without what would make a model collect what nobody reads."""
+    register()
+    config = _read_config(folder, checkpoint.read_config(folder), trust_remote_code)
+    for collects in ("output_attentions", "output_hidden_states", "output_router_logits"):
+        if getattr(config, collects, False):
+            setattr(config, collects, False)
+    return config
 
 
 def _build(folder: Path, config: Any, settings: dict[str, Any]) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tritonllm.kernels import store_kv
+from tritonllm.kernels import batch_invariant_attention, store_kv
 from tritonllm.layers.attention import paged_attention
 from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
 
@@ -51,11 +51,15 @@ class PagedStep:
         metadata: the batch.
         kv_cache: one view per layer.
         windows: per layer, the keys that a token sees, itself included; ``None`` for all.
+        batch_invariant: the tokens are decodes whose bits do not depend on the batch.
+        first: the number that the model gives the first of these layers: of a later stage not 0.
     """
 
     metadata: AttentionMetadata
     kv_cache: Sequence[KVCacheView]
     windows: Sequence[int | None]
+    first: int = 0
+    batch_invariant: bool = False
 
     def attend(
         self,
@@ -68,11 +72,18 @@ class PagedStep:
         softcap: float,
     ) -> torch.Tensor:
         """``q[T, H, D]``, ``k[T, K, D]`` and ``v[T, K, D]`` -> ``[T, H, D]``; stores the keys and values."""
-        cache = self.kv_cache[layer]
+        place = layer - self.first
+        cache = self.kv_cache[place]
         store_kv(k, v, cache.k, cache.v, self.metadata.slot_mapping)
         if self.metadata.stored is not None:
-            self.metadata.stored(layer)
-        options: dict[str, Any] = {"scale": scale, "window": self.windows[layer], "softcap": softcap, "sinks": sinks}
+            self.metadata.stored(place)
+        options: dict[str, Any] = {"scale": scale, "window": self.windows[place], "softcap": softcap, "sinks": sinks}
+        if self.batch_invariant:
+            tables, starts = self.metadata.block_tables, self.metadata.decode_starts()
+            batch = cache.k, cache.v, tables, starts, self.metadata.seq_lens
+            out = torch.empty_like(q, memory_format=torch.contiguous_format)
+            batch_invariant_attention(q, *batch, max_seqlen_q=1, out=out, **options)
+            return out
         return paged_attention(q, self.metadata, cache, **options)
 
 

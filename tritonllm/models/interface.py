@@ -7,11 +7,16 @@ from typing import NamedTuple, Protocol
 import torch
 
 from tritonllm.layers.head import Head, HeadSpec
-from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
+from tritonllm.layers.metadata import AttentionMetadata, CacheShape, KVCacheView
 
 
 class ModelFacts(Protocol):
-    """A model's sizes and limits; the cache has one shape for all layers."""
+    """A model's sizes and limits.
+
+    Attributes:
+        caches: the shape of each cache that layers write, in the order of these layers.
+        cache_of_layer: for each layer, which of the caches it reads.
+    """
 
     @property
     def architecture(self) -> str: ...
@@ -22,9 +27,9 @@ class ModelFacts(Protocol):
     @property
     def num_layers(self) -> int: ...
     @property
-    def num_kv_heads(self) -> int: ...
+    def caches(self) -> tuple[CacheShape, ...]: ...
     @property
-    def head_size(self) -> int: ...
+    def cache_of_layer(self) -> Sequence[int]: ...
     @property
     def max_position_embeddings(self) -> int: ...
     @property
@@ -51,6 +56,20 @@ class LayerWork(NamedTuple):
 
     weights: int
     experts: bool
+
+
+class StagedLM(Protocol):
+    """What the transfer between the stages of a pipeline sees of a stage's model."""
+
+    dtype: torch.dtype
+    incoming: torch.Tensor | None
+
+    @property
+    def spec(self) -> ModelFacts: ...
+    @property
+    def columns_in(self) -> int: ...
+    @property
+    def columns_out(self) -> int: ...
 
 
 class CausalLM(Protocol):

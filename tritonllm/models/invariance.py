@@ -5,7 +5,8 @@ from tritonllm.models.spec import ModelSpec
 
 
 def check_invariance(spec: ModelSpec | FallbackSpec, ranks: int) -> None:
-    """Check that all operations of a model have a batch-invariant kernel (:mod:`tritonllm.layers.invariance`).
+    """Check that all operations of a model have a batch-invariant kernel (:mod:`tritonllm.layers.invariance`), or run
+    for one token at a time (:mod:`tritonllm.models.fallback_invariance`).
 
     Args:
         ranks: how many ranks share the model.
@@ -14,9 +15,7 @@ def check_invariance(spec: ModelSpec | FallbackSpec, ranks: int) -> None:
         ValueError: one has none; the message names it.
     """
     missing = None
-    if isinstance(spec, FallbackSpec):
-        missing = f"the operations of transformers, through which {spec.architecture} runs,"
-    elif ranks > 1:
+    if ranks > 1:
         missing = f"the sums over the ranks of tensor_parallel_size={ranks}"
     elif not spec.causal:
         missing = "encoders, whose tokens see those behind them,"

@@ -118,13 +118,13 @@ def _local_layer(layer: LayerSpec, rank: int, size: int) -> LayerSpec:
         alibi_slopes=None if slopes is None else slopes[mine.start : mine.stop],
     )
     if isinstance(mlp, MLPSpec):
-        return LayerSpec(attention=attention, mlp=_narrow(mlp, size))
+        return dataclasses.replace(layer, attention=attention, mlp=_narrow(mlp, size))
     shared = None if mlp.shared is None else _narrow(mlp.shared, size)
     if mlp.by_expert:
         part: dict[str, Any] = {"held": Section(mlp.num_slots).of(rank, size)}
     else:
         part = {"intermediate_size": mlp.intermediate_size // size}
-    return LayerSpec(attention=attention, mlp=dataclasses.replace(mlp, shared=shared, **part))
+    return dataclasses.replace(layer, attention=attention, mlp=dataclasses.replace(mlp, shared=shared, **part))
 
 
 def _narrow(mlp: MLPSpec, size: int) -> MLPSpec:

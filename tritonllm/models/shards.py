@@ -137,14 +137,14 @@ def expert_splits(spec: ModelSpec) -> dict[str, Split | Once]:
 def _of_layer(layer: LayerSpec) -> dict[str, Split | Once]:
     attention, mlp = layer.attention, layer.mlp
     size = attention.head_size
-    queries, keys = Section(attention.num_heads, size), Section(attention.num_kv_heads, size)
-    stacked = Split(0, (queries, keys, keys))
+    queries = Section(attention.num_heads, size)
+    stacked = Split(0, tuple(Section(heads, size) for heads in attention.projected_heads))
     found: dict[str, Split | Once] = {
         "attention.qkv.weight": stacked,
         "attention.qkv.bias": stacked,
         "attention.o.weight": Split(1, (queries,)),
         "attention.o.bias": Once(),
-        "attention.gate.weight": Split(0, (queries,)),
+        "attention.gate.weight": Split(0, (Section(attention.num_heads, size // attention.gate_size),)),
         "attention.sinks": Split(0, (Section(attention.num_heads),)),
     }
     if attention.qk_norm_over != "head":  # weights of each head
@@ -183,6 +183,19 @@ def local_shape(shape: tuple[int, ...], split: Split | Once | None, rank: int, s
         return shape
     mine = sum(map(len, split.held(rank, size)))
     return (*shape[: split.axis], mine, *shape[split.axis + 1 :])
+
+
+def keep_part(parameter: torch.Tensor, whole: torch.Tensor, split: Split | Once, rank: int, size: int) -> None:
+    """Overwrite a rank's ``parameter`` with its part of the whole one, which may have another dtype and device."""
+    if isinstance(split, Split):
+        at = 0
+        for mine in split.held(rank, size):
+            parameter.narrow(split.axis, at, len(mine)).copy_(whole.narrow(split.axis, mine.start, len(mine)))
+            at += len(mine)
+    elif rank == 0:
+        parameter.copy_(whole)
+    else:
+        parameter.zero_()
 
 
 def cuts(slot: Slot, split: Split | Once | None, rank: int, size: int) -> list[Cut]:

@@ -1,13 +1,16 @@
 """A model as data: everything the decoder needs to know, and nothing about how files spell it."""
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
 from tritonllm.layers.attention import AttentionSpec
 from tritonllm.layers.head import HeadSpec
+from tritonllm.layers.layer_inputs import LayerInputSpec
+from tritonllm.layers.metadata import CacheShape
 from tritonllm.layers.mlp import MLPSpec
 from tritonllm.layers.moe import MoESpec
 from tritonllm.layers.norm import NormSpec
@@ -15,10 +18,20 @@ from tritonllm.layers.norm import NormSpec
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """One layer: attention, then an MLP or experts."""
+    """One layer: attention, then an MLP or experts.
+
+    Attributes:
+        keys_from: how many layers before it the layer is whose keys and values it reads; 0 where it has its own. It
+            decides what is where and no launch, so layers that differ in nothing else are of one kind.
+    """
 
     attention: AttentionSpec
     mlp: MLPSpec | MoESpec
+    keys_from: int = field(default=0, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.attention.own_keys == (self.keys_from > 0):
+            raise ValueError(f"own_keys={self.attention.own_keys} does not go with keys_from={self.keys_from}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +41,7 @@ class ModelSpec:
     Attributes:
         architecture: the architecture's name in ``config.json``.
         max_position_embeddings: most tokens of a sequence, position scaling included.
-        layers: the layers, from the first to the last; the cache's shape is the same in all of them.
+        layers: the layers, from the first to the last. They may differ in everything, heads included.
         norm: every norm of the residual stream.
         norm_position: where a block (attention, MLP) and the stream are normalised: ``pre``, the block's input;
             ``post``, the block's output before it is added (OLMo 2); ``sandwich``, both (Gemma 2); ``stream``, the sum
@@ -56,6 +69,8 @@ class ModelSpec:
         head: what a classifier or a reward model has in its place.
         eos_token_ids: tokens that end a sequence.
         dtype: the dtype of the checkpoint.
+        layer_scalars: each layer multiplies the stream by a learned number behind its blocks (Gemma 4).
+        layer_inputs: what each layer gets of each token beside the stream (Gemma 4); ``None`` for nothing.
         text_of: the architecture whose text model it is, where a checkpoint has towers for images or sound beside it.
     """
 
@@ -85,14 +100,22 @@ class ModelSpec:
     head: HeadSpec | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float32
+    layer_scalars: bool = False
+    layer_inputs: LayerInputSpec | None = None
     text_of: str = ""
 
     def __post_init__(self) -> None:
         if not self.layers:
             raise ValueError("layers must not be empty")
-        shapes = {(layer.attention.num_kv_heads, layer.attention.head_size) for layer in self.layers}
-        if len(shapes) > 1:
-            raise ValueError(f"layers must agree in num_kv_heads and head_size, got {sorted(shapes)}")
+        for place, layer in enumerate(self.layers):
+            source = None if layer.keys_from > place else self.layers[place - layer.keys_from].attention
+            if isinstance(layer.mlp, MoESpec) and layer.mlp.apart is not None and self.norm_position != "sandwich":
+                raise ValueError(f"layer {place}: experts apart need norm_position='sandwich'")
+            if layer.keys_from and (source is None or not source.own_keys or source.cache != layer.attention.cache):
+                raise ValueError(
+                    f"keys_from: the layer {layer.keys_from} before layer {place} must have keys of its own, of the "
+                    f"shape {tuple(layer.attention.cache)}"
+                )
         chunks = {layer.attention.attention_chunk or 0 for layer in self.layers} - {0}
         if len(chunks) > 1:
             raise ValueError(f"layers with an attention_chunk must agree in it, got {sorted(chunks)}")
@@ -136,15 +159,33 @@ class ModelSpec:
                 places.append(place)
         return places
 
+    def without_repeats(self) -> "ModelSpec":
+        """The model with one layer of each kind (:meth:`distinct_layers`). One that reads another's keys reads those of
+        the last layer of that one's kind."""
+        places, layers = self.distinct_layers(), list[LayerSpec]()
+        for place in places:
+            layer = self.layers[place]
+            if layer.keys_from:
+                source = self.layers[place - layer.keys_from]
+                at = max(at for at, other in enumerate(layers) if other == source)
+                layer = dataclasses.replace(layer, keys_from=len(layers) - at)
+            layers.append(layer)
+        return dataclasses.replace(self, layers=tuple(layers))
+
     @property
     def experts(self) -> dict[int, int]:
         """Places of the layers that have experts, and how many each has."""
         return {place: of.mlp.num_experts for place, of in enumerate(self.layers) if isinstance(of.mlp, MoESpec)}
 
     @property
-    def num_kv_heads(self) -> int:
-        return self.layers[0].attention.num_kv_heads
+    def caches(self) -> tuple[CacheShape, ...]:
+        """The shape of each cache that layers write, in the order of these layers."""
+        return tuple(layer.attention.cache for layer in self.layers if layer.attention.own_keys)
 
     @property
-    def head_size(self) -> int:
-        return self.layers[0].attention.head_size
+    def cache_of_layer(self) -> Sequence[int]:
+        """For each layer, which of the caches it reads."""
+        found: list[int] = []
+        for place, layer in enumerate(self.layers):
+            found.append(found[place - layer.keys_from] if layer.keys_from else len(set(found)))
+        return found

@@ -54,6 +54,8 @@ TOWERS = {
     "connector",
     "image_newline",
     "audio_tower",
+    "embed_vision",  # Gemma 4's projectors
+    "embed_audio",
     "audio_projector",
 }
 

@@ -28,7 +28,7 @@ class WeightNames:
         qkv_by_group: whether the one projection has the queries, the key and the value of a key head together.
         qkv_order: another order of its heads: from the numbers of heads and of key heads, where each head of the tensor
             goes among queries, keys and values (CodeGen).
-        gate: the projection whose sigmoid multiplies attention's output (AFMoE).
+        gate: the projection of which a function multiplies attention's output (AFMoE, Laguna).
         qk_norm_by_head: ``q_norm`` and ``k_norm`` have a tensor for each head, under ``norms.{}``.
         up: gate and up, or one projection that holds both, or the only one of an MLP without a gate.
         xielu: the activation's module, of an MLP whose activation has parameters (Apertus).
@@ -43,6 +43,12 @@ class WeightNames:
         stacked_interleaved: whether gate and up alternate in those (GPT-OSS).
         flat_up, flat_down: names of tensors with all experts one below the other, gate, up and the transposed
             projection back; with them, there are no others (DBRX).
+        scalar: the number that multiplies the stream behind a layer; no ``.weight`` follows (Gemma 4).
+        input_table, input_project, input_norm: what makes the inputs of all layers (Gemma 4).
+        input_gate, input_back, input_post_norm: what a layer does with its input.
+        router_norm: the weight of the norm of the router's input, where experts are apart (Gemma 4); no ``.weight``
+            follows, nor behind ``expert_scale``, the numbers that multiply the experts' weights.
+        experts_norm, experts_post_norm, shared_post_norm: the other norms of such a block.
         head: dense layers in the place of the output projection, and their norms.
     """
 
@@ -90,6 +96,18 @@ class WeightNames:
     shared_up: tuple[str, ...] = ("gate_proj", "up_proj")
     shared_down: str = "down_proj"
     shared_gate: str = "mlp.shared_expert_gate"
+    scalar: str = "layer_scalar"
+    input_table: str = "model.embed_tokens_per_layer"
+    input_project: str = "model.per_layer_model_projection"
+    input_norm: str = "model.per_layer_projection_norm"
+    input_gate: str = "per_layer_input_gate"
+    input_back: str = "per_layer_projection"
+    input_post_norm: str = "post_per_layer_input_norm"
+    router_norm: str = ""
+    experts_norm: str = ""
+    experts_post_norm: str = ""
+    shared_post_norm: str = ""
+    expert_scale: str = ""
     head: tuple[str, ...] = ()
     head_norms: tuple[str, ...] = ()
 
@@ -99,10 +117,11 @@ def weight_map(spec: ModelSpec, names: WeightNames) -> dict[str, Slot]:
 
     Experts have two spellings, one by one and stacked; every other place has one.
     """
-    entries = list(_outside_of_layers(spec, names))
+    entries = [*_outside_of_layers(spec, names), *_layer_inputs(spec, names)]
     for index, layer in enumerate(spec.layers):
         theirs, ours = names.layer.format(index) + ".", f"layers.{index}"
         entries += _layer_norms(spec, names, index, theirs)
+        entries += _behind_the_mlp(spec, names, theirs, ours)
         entries += _attention(spec.hidden_size, layer.attention, names, theirs, f"{ours}.attention")
         if isinstance(layer.mlp, MLPSpec):
             up, down = tuple(theirs + name for name in names.up), theirs + names.down
@@ -139,6 +158,27 @@ def _outside_of_layers(spec: ModelSpec, names: WeightNames) -> Iterator[Entry]:
             yield from _linear(name, f"classifier.{i}", dense.out_features, dense.in_features, bias=dense.bias)
             if dense.norm is not None:
                 yield from _norm(dense.norm, names.head_norms[i], f"classifier.{i}.norm", (dense.out_features,))
+
+
+def _layer_inputs(spec: ModelSpec, names: WeightNames) -> Iterator[Entry]:
+    if spec.layer_inputs is not None:
+        size = spec.layer_inputs.size
+        columns = spec.num_layers * size
+        table = Slot(parameter="layer_inputs.table.weight", shape=(spec.layer_inputs.rows, columns))
+        yield f"{names.input_table}.weight", table
+        yield from _linear(names.input_project, "layer_inputs.project", columns, spec.hidden_size, bias=False)
+        yield from _norm(spec.layer_inputs.norm, names.input_norm, "layer_inputs.norm", (size,))
+
+
+def _behind_the_mlp(spec: ModelSpec, names: WeightNames, theirs: str, ours: str) -> Iterator[Entry]:
+    hidden = spec.hidden_size
+    if spec.layer_inputs is not None:
+        size = spec.layer_inputs.size
+        yield from _linear(theirs + names.input_gate, f"{ours}.input.gate", size, hidden, bias=False)
+        yield from _linear(theirs + names.input_back, f"{ours}.input.project", hidden, size, bias=False)
+        yield from _stream_norm(spec, names, theirs + names.input_post_norm, f"{ours}.input.norm")
+    if spec.layer_scalars:
+        yield theirs + names.scalar, Slot(parameter=f"{ours}.scalar", shape=(1,))
 
 
 def _stream_norm(spec: ModelSpec, names: WeightNames, theirs: str, ours: str) -> Iterator[Entry]:
@@ -197,13 +237,13 @@ def _linear(
 
 def _attention(hidden: int, spec: AttentionSpec, names: WeightNames, theirs: str, ours: str) -> Iterator[Entry]:
     head, heads, kv_heads = spec.head_size, spec.num_heads, spec.num_kv_heads
-    rows = [heads * head, kv_heads * head, kv_heads * head]
+    rows = [count * head for count in spec.projected_heads]
     if len(names.qkv) == 1:
         rows = [sum(rows)]
     order = _order_by_group(heads, kv_heads) if names.qkv_by_group else None
     order = order if names.qkv_order is None else names.qkv_order(heads, kv_heads)
     start = 0
-    for name, count in zip(names.qkv, rows, strict=True):
+    for name, count in zip(names.qkv[: len(rows)], rows, strict=True):
         yield from _linear(
             theirs + name,
             f"{ours}.qkv",
@@ -219,10 +259,12 @@ def _attention(hidden: int, spec: AttentionSpec, names: WeightNames, theirs: str
         theirs + names.o, f"{ours}.o", hidden, heads * head, bias=spec.o_bias, transposed=names.transposed
     )
     if spec.qk_norm is not None:
-        for name, place, count in ((names.q_norm, "q_norm", heads), (names.k_norm, "k_norm", kv_heads)):
+        norms = [(names.q_norm, "q_norm", heads), (names.k_norm, "k_norm", kv_heads)]
+        for name, place, count in norms if spec.own_keys else norms[:1]:
             yield from _head_norm(spec, names, theirs + name, f"{ours}.{place}", count)
     if spec.output_gate:
-        yield from _linear(theirs + names.gate, f"{ours}.gate", heads * head, spec.input_size or hidden, bias=False)
+        gates = heads * head // spec.gate_size
+        yield from _linear(theirs + names.gate, f"{ours}.gate", gates, spec.input_size or hidden, bias=False)
     if spec.sinks:
         yield theirs + names.sinks, Slot(parameter=f"{ours}.sinks", shape=(heads,))
 
@@ -268,6 +310,13 @@ def _moe(hidden: int, spec: MoESpec, names: WeightNames, theirs: str, ours: str)
         row = names.correction_bias_is_row
         shape = (1, spec.num_experts) if row else (spec.num_experts,)
         yield theirs + names.correction_bias, Slot(parameter=f"{ours}.correction_bias", shape=shape, is_row=row)
+    if spec.apart is not None:
+        yield theirs + names.router_norm, Slot(parameter=f"{ours}.norms.router.weight", shape=(hidden,))
+        norms = (names.experts_norm, "experts"), (names.experts_post_norm, "after")
+        for name, place in (*norms, (names.shared_post_norm, "shared_after")):
+            yield from _norm(spec.apart, theirs + name, f"{ours}.norms.{place}", (hidden,))
+    if spec.expert_scales:
+        yield theirs + names.expert_scale, Slot(parameter=f"{ours}.expert_scale", shape=(spec.num_experts,))
     if names.flat_up:
         yield from _flat_experts(hidden, spec, names, theirs, ours)
     elif names.stacked_transposed:

@@ -24,7 +24,7 @@ from tritonllm.layers.norm import Norm
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.families import is_extra, weight_map
 from tritonllm.models.finite import not_finite, refuse
-from tritonllm.models.shards import Cut, Once, Split, cuts, expert_splits, local_shape, splits
+from tritonllm.models.shards import Cut, Once, Split, cuts, expert_splits, keep_part, local_shape, splits
 from tritonllm.models.slots import PIECE, Slot, parameter_shape, unfilled
 from tritonllm.models.spec import ModelSpec
 from tritonllm.models.tensor_files import (
@@ -124,7 +124,7 @@ def copy_tensors(model: Decoder, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def dummy_weights(model: Decoder, seed: int) -> None:
-    """Fill ``model`` with numbers from ``seed``: norms' factors 1, the rest normal with standard deviation 0.02.
+    """Fill ``model`` with numbers from ``seed``: all factors 1, the rest normal with standard deviation 0.02.
 
     They are drawn where the weights are, which on a GPU is quick for billions, so a seed gives the same values on
     devices of one type and for one dtype only. A rank of several draws each parameter whole and keeps its part; what
@@ -139,12 +139,15 @@ def dummy_weights(model: Decoder, seed: int) -> None:
         if isinstance(module, Norm) and full.endswith(".weight"):
             if parameter is not None:
                 parameter.fill_(1.0 - module.spec.weight_offset)
+        elif full.endswith((".scalar", ".expert_scale")):
+            if parameter is not None:
+                parameter.fill_(1.0)
         elif parameter is not None and split is None:
             parameter.normal_(0.0, 0.02, generator=generator)
         else:
             drawn = some.new_empty(whole[full]).normal_(0.0, 0.02, generator=generator)
             if parameter is not None and split is not None:
-                _keep(parameter, drawn, split, ranks)
+                keep_part(parameter, drawn, split, ranks.rank, ranks.size)
 
 
 def _shards(model: Decoder) -> tuple[dict[str, Split | Once], Group]:
@@ -178,16 +181,6 @@ def _shapes(slots: Mapping[str, Slot]) -> dict[str, tuple[int, ...]]:
     for slot in slots.values():
         by_parameter.setdefault(slot.parameter, []).append(slot)
     return {name: parameter_shape(of_one) for name, of_one in by_parameter.items()}
-
-
-def _keep(parameter: torch.Tensor, whole: torch.Tensor, split: Split | Once, group: Group) -> None:
-    if isinstance(split, Split):
-        parts = [whole.narrow(split.axis, r.start, len(r)) for r in split.held(group.rank, group.size)]
-        torch.cat(parts, dim=split.axis, out=parameter)
-    elif group.leads:
-        parameter.copy_(whole)
-    else:
-        parameter.zero_()
 
 
 @dataclass(frozen=True)
@@ -255,7 +248,7 @@ class WeightWriter:
     """Overwrites weights of a model one by one, under their checkpoint names.
 
     Args:
-        model: a whole model, on one rank.
+        model: the model. Of one rank of several it is a part, and what is written whole tensors all the same.
         allow_nan: take NaN and infinite values, too.
 
     Raises:
@@ -268,7 +261,7 @@ class WeightWriter:
         self._model, self._allow_nan = model, allow_nan
         self._slots, _, _ = _places(model)
         self._accepted = _accepted_names(self._slots, text_of=bool(model.spec.text_of))
-        self._parameters = _parameters(model)
+        self._parameters, self._shards = _parameters(model), _shards(model)
         self._written: dict[str, str] = {}
 
     @property
@@ -280,21 +273,36 @@ class WeightWriter:
         """Count anew what was written."""
         self._written.clear()
 
-    @torch.no_grad()
-    def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Overwrite one weight; nothing happens to what a checkpoint may have and the model has not.
+    def check(self, name: str, tensor: torch.Tensor) -> None:
+        """Check that a weight can be written.
 
         Raises:
-            ValueError: no place for it, a wrong shape or type, or NaN or infinite values. Nothing has changed then.
+            ValueError: no place for it, a wrong shape or type, or NaN or infinite values.
         """
         stored = describe(tensor)
-        if name not in self._accepted and (is_derived(name, stored) or is_extra(self._model.spec, name)):
+        if self._is_nothing(name, stored):
             return
-        place = self._accepted.get(name, "")
-        slot = _slot_of(name, stored, self._slots.get(place))
+        _slot_of(name, stored, self._slots.get(self._accepted.get(name, "")))
         if not self._allow_nan and not bool(torch.isfinite(tensor).all()):
             raise ValueError(f"tensor {name} has values that are NaN or infinite: allow_nan=True takes them")
-        slot.write(self._parameters[slot.parameter], tensor)
+
+    def _is_nothing(self, name: str, stored: StoredTensor) -> bool:
+        """Whether a checkpoint may have a tensor that the model has not."""
+        return name not in self._accepted and (is_derived(name, stored) or is_extra(self._model.spec, name))
+
+    @torch.no_grad()
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Overwrite this rank's part of one weight; nothing happens to what a checkpoint may have and the model has
+        not. Raises as :meth:`check`; nothing has changed then."""
+        self.check(name, tensor)
+        stored = describe(tensor)
+        if self._is_nothing(name, stored):
+            return
+        place = self._accepted[name]
+        slot, (shards, group) = _slot_of(name, stored, self._slots[place]), self._shards
+        if self._model.stage.holds(slot.parameter):
+            for cut in cuts(slot, shards.get(slot.parameter), group.rank, group.size):
+                cut.slot.write(self._parameters[slot.parameter], cut.of(tensor))
         self._written[place] = name
 
 

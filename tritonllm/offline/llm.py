@@ -4,6 +4,7 @@ import copy
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -182,16 +183,16 @@ class LLM(PoolingMethods):
 
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
         """Call a function with the engine's model, which has ``load_weights``
-        (:class:`tritonllm.engine.loop.served_model.ServedModel`). If it changes weights in another way, call
+        (:class:`tritonllm.engine.ranks.served_model.ServedModel`). If it changes weights in another way, call
         :meth:`reset_prefix_cache` behind it.
 
         Returns:
-            What it returns, once for each rank; there must be one.
+            What it returns, once for each rank.
 
         Raises:
-            ValueError: there are several ranks or engines; theirs are in other processes.
+            ValueError, RuntimeError: as of :meth:`collective_rpc` with a function.
         """
-        return self.collective_rpc(lambda worker: func(worker.model_runner.model))
+        return self.collective_rpc(_OnModel(func))
 
     def collective_rpc(
         self,
@@ -212,13 +213,12 @@ class LLM(PoolingMethods):
             What it returns, once for each rank.
 
         Raises:
-            ValueError: another method, or a function where there are several ranks or engines; and as the method.
+            ValueError: another method, or a function where there are several engines; and as the method, or as
+                :meth:`LLMEngine.call`.
+            RuntimeError: as :meth:`LLMEngine.call`.
         """
         if callable(method):
-            ranks = self.engine.config.parallel.world_size
-            if ranks > 1:
-                raise ValueError(f"collective_rpc: {ranks} ranks take no functions: they take data alone")
-            return [method(self.engine.model_executor.driver_worker, *args, **(kwargs or {}))]
+            return self.engine.call(method, args, kwargs)
         check_rpc(method, args, kwargs)
         self.reload_weights(*args, **(kwargs or {}))
         return [None]
@@ -409,6 +409,16 @@ class LLM(PoolingMethods):
         """The prompt that :meth:`chat` makes of one conversation; same errors, options as :class:`ChatOptions`."""
         encode = partial(self._engine.inputs.encode, add_special_tokens=False)
         return render(self.get_tokenizer(), conversation, ChatOptions(**options), encode)
+
+
+@dataclass(frozen=True)
+class _OnModel:
+    """A function of the model, as one of the worker. (A lambda could not be sent to other ranks.)"""
+
+    function: Callable[[Any], Any]
+
+    def __call__(self, worker: Any) -> Any:
+        return self.function(worker.model_runner.model)
 
 
 def start_several(config: EngineConfig) -> "Engines":

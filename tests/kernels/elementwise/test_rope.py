@@ -161,6 +161,17 @@ def test_cache_matches_transformers(name, head_size, partial, base):
     assert relative_error(ours, build_cos_sin_cache(rotary, 500, base)) > 1e-2
 
 
+@pytest.mark.parametrize("more", [{}, {"factor": 4.0}])
+@pytest.mark.parametrize(("head_size", "partial"), [(64, 0.25), (96, 0.4), (64, 1.0)])
+def test_proportional_cache_matches_transformers(head_size, partial, more):
+    """Its table has all pairs of a head, of which some stand still."""
+    scaling = {"rope_type": "proportional", "partial_rotary_factor": partial, "rope_theta": 1e6, **more}
+    ours = build_cos_sin_cache(head_size, 500, 1e6, scaling)
+    assert_tables_match(ours, llama_table(500, 1e6, head_size, scaling))
+    turned = int(partial * head_size // 2)
+    assert int((ours[1:, head_size // 2 :] == 0).all(0).sum()) == head_size // 2 - turned
+
+
 @pytest.mark.parametrize("base", [10000.0, 1000000.0])
 def test_unscaled_cache_matches_transformers(base):
     scaling = {"rope_type": "default", "rope_theta": base}
@@ -253,6 +264,10 @@ def test_cache_dtype_and_device():
         ({"rope_type": "linear", "factor": 0}, "factor must be positive"),
         ({"rope_type": "linear", "factor": "2"}, "factor must be a number"),
         ({"rope_type": "linear", "factor": float("nan")}, "factor must be a number"),
+        (
+            {"rope_type": "proportional", "partial_rotary_factor": 1.5},
+            "scaling: partial_rotary_factor must be at most 1, got 1.5",
+        ),
         ({"rope_type": "dynamic", "factor": 2.0}, "'dynamic' needs a positive 'max_position_embeddings'"),
         ({"rope_type": "yarn", "factor": 2.0}, "'yarn' needs a positive 'original_max_position_embeddings'"),
         ({"rope_type": "yarn", "original_max_position_embeddings": 8}, "'yarn' needs a positive 'factor'"),

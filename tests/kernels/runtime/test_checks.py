@@ -20,7 +20,7 @@ CALLS = {
     "gelu_and_mul": {"x": X},
     "apply_activation": {"x": X, "activation": "silu"},
     "xielu": {"x": X, "parameters": torch.zeros(4)},
-    "sigmoid_gate": {"x": X, "gate": X},
+    "output_gate": {"x": X, "gate": X},
     "store_kv": {"k": CACHE[0, :2], "v": CACHE[0, :2], "k_cache": CACHE, "v_cache": CACHE, "slot_mapping": INDEX},
     "copy_blocks": {"k_cache": CACHE, "v_cache": CACHE, "pairs": torch.zeros(1, 2, dtype=torch.int64)},
     "pack_blocks": {"pool": CACHE[0], "blocks": INDEX, "packed": torch.zeros(2, 16, 64)},

@@ -10,7 +10,7 @@ from tritonllm.config.engine import EngineConfig
 from tritonllm.engine.cache.block_copies import BlockCopies
 from tritonllm.engine.cache.engine_memory import EngineMemory
 from tritonllm.engine.cache.host_copies import HostCopies, device_bytes
-from tritonllm.engine.cache.kv_cache import block_bytes, make_cache
+from tritonllm.engine.cache.kv_cache import block_bytes, layers_of_pools, make_cache
 from tritonllm.engine.cache.layer_copies import LayerCopies
 from tritonllm.engine.cache.layer_marks import Marks
 from tritonllm.engine.data.step import Step
@@ -31,7 +31,7 @@ class Caches:
     Attributes:
         models: the model, and the draft model if there is one.
         views: a view of the cache for each of the model's layers.
-        copies: for each model, the object that copies blocks within its pool.
+        copies: for each pool of each model, the object that copies blocks within it.
         host: the second tier; ``None`` without one, and before :meth:`add_tier`.
     """
 
@@ -74,7 +74,7 @@ class Caches:
         where, dtype = (self._device, memory), self.models[0].dtype
         sizes = zip(self.models, self._block_sizes, strict=False)
         made = [make_cache(model.spec, dtype, num_blocks, size, *where) for model, size in sizes]
-        self.views, self.copies = made[0][0], [copies for _, copies in made]
+        self.views, self.copies = made[0][0], [one for _, copies in made for one in copies]
         if self._draft is not None:
             self._draft.take_cache(made[1][0])
 
@@ -87,7 +87,8 @@ class Caches:
     def add_tier(self) -> None:
         """Add the second tier of the cache, if the configuration asks for one."""
         if self.host_slots:
-            self.host = HostCopies([copies.pool for copies in self.copies], self.host_slots, self.tier_on_device)
+            pools, layers = [copies.pool for copies in self.copies], layers_of_pools(self.models[0].spec)
+            self.host = HostCopies(pools, self.host_slots, self.tier_on_device, layers)
 
     def warm_up(self) -> None:
         """Load the kernels of all copies but those of a tree's slots."""

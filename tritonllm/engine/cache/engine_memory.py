@@ -5,7 +5,8 @@ A sleeping engine keeps its addresses and captured steps (:mod:`tritonllm.engine
 
 import dataclasses
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,19 @@ import torch
 from torch import nn
 
 from tritonllm.config.engine import ModelConfig
+from tritonllm.dist.pipeline import ALONE, Team
 from tritonllm.engine.cache.device_memory import Arena
 from tritonllm.engine.data.asleep import AsleepError
 from tritonllm.layers.linear import Embedding
+from tritonllm.layers.moe import MoESpec
 from tritonllm.models import checkpoint
 from tritonllm.models.decoder import Decoder
-from tritonllm.models.loading import read_spec, stage_model
+from tritonllm.models.fallback import load_whole
+from tritonllm.models.fallback_decoder import FallbackSpec, TransformersDecoder
+from tritonllm.models.fallback_weights import differing_field
+from tritonllm.models.loading import Writer, read_spec, stage_model, weight_writer
 from tritonllm.models.spec import ModelSpec
-from tritonllm.models.weights import WeightWriter, dummy_weights
+from tritonllm.models.weights import dummy_weights
 
 logger = logging.getLogger(__name__)
 CPU = torch.device("cpu")
@@ -38,7 +44,8 @@ class EngineMemory:
         device: the device that the model is on.
         enabled: whether the engine can sleep (``enable_sleep_mode``).
         draft: the draft model, if there is one. Its weights are always kept, since nobody reloads them.
-        ranks: how many ranks have a part of the model each.
+        limit: the longest sequence that may come; for models that run through transformers.
+        team: the ranks that have a part of the model each.
     """
 
     def __init__(
@@ -48,13 +55,14 @@ class EngineMemory:
         device: torch.device = CPU,
         enabled: bool = False,
         draft: Any = None,
-        ranks: int = 1,
+        limit: int = 1,
+        team: Team = ALONE,
     ) -> None:
         self._model, self._config, self._device = model, config, device
-        self._ranks = ranks
+        self._limit, self._team = limit, team
         self.enabled = enabled
         self.weights_lost = False  # by a sleep of level 2
-        self._writer: WeightWriter | None = None
+        self._writer: Writer | None = None
         self._arenas: dict[str, list[Arena]] = {tag: [] for tag in TAGS}
         if enabled:  # the model's own first
             self._arenas[WEIGHTS] = [self._move_weights(one) for one in (model, draft) if one is not None]
@@ -112,6 +120,8 @@ class EngineMemory:
             raise ValueError("this engine cannot sleep: make it with enable_sleep_mode=True (--enable-sleep-mode)")
         if level not in (1, 2) or isinstance(level, bool):
             raise ValueError(f"level must be 1 (keep the weights on the host) or 2 (drop them), got {level!r}")
+        if level == 2 and isinstance(self._model, Decoder) and self._model.quantization is not None:
+            raise ValueError("level=2 drops weights, and narrow ones are made at the start only: level=1 keeps these")
 
     def sleep(self, level: int) -> None:
         """Give the device's memory back: of the weights (level 1 keeps them on the host, level 2 drops them) and of the
@@ -161,24 +171,34 @@ class EngineMemory:
     def reload_weights(self, model: str | None) -> None:
         """Take the weights of a folder or hub id with the same architecture, or read the engine's own again.
 
-        They are read and checked on the host before the first of the old ones is overwritten.
+        They are read and checked on the host before the first of the old ones is overwritten. All ranks call it.
 
         Raises:
-            ValueError: no such model, another architecture, files that do not fit; the old weights stay.
+            ValueError: no such model, another architecture, files that do not fit, here or on another rank; the old
+                weights stay, everywhere.
             AsleepError: the weights sleep.
         """
-        model_here, config = self._writable("reload_weights"), self._config
-        if config.load_format == "dummy" and model is None and self._device.type == "cuda":
-            dummy_weights(model_here, config.seed)  # a seed gives other values on the host
-        else:
-            name, revision = (config.model, config.revision) if model is None else (model, None)
-            form = "auto" if config.load_format == "dummy" and model is not None else config.load_format
-            kept_in = config.download_dir
-            self._replace(checkpoint.resolve(name, revision, load_format=form, download_dir=kept_in), form)
+        error: ValueError | OSError | None = None
+        take: Callable[[], None] | None = None
+        try:
+            take = self._staged(model)
+        except (ValueError, OSError) as wrong:
+            error = wrong
+        if not self._team.least(int(error is None)):
+            raise error or ValueError("reload_weights: another rank cannot take them, and its log says why; all stay")
+        assert take is not None
+        take()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         self.weights_lost = False
 
+    def check_weight(self, name: str, tensor: torch.Tensor) -> None:
+        """Check that :meth:`load_weights` takes a weight. Raises as that."""
+        self._writer_of("load_weights").check(name, tensor)
+
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Overwrite weights, one by one, under their checkpoint names.
+        """Overwrite weights, one by one, under their checkpoint names. Each of several ranks is given whole tensors,
+        and writes its part.
 
         Returns:
             The names.
@@ -187,20 +207,23 @@ class EngineMemory:
             ValueError: a tensor that does not fit; those before it are written.
             AsleepError: the weights sleep.
         """
-        model = self._writable("load_weights")
-        if self._writer is None:
-            self._writer = WeightWriter(model, allow_nan=self._config.allow_nan)
-        names = set()
+        writer, names = self._writer_of("load_weights"), set()
         for name, tensor in weights:
-            self._writer.write(name, tensor)
+            writer.write(name, tensor)
             names.add(name)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        if self.weights_lost and self._writer.complete:
+        if self.weights_lost and writer.complete:
             self.weights_lost = False
         return names
 
-    def _writable(self, what: str) -> Decoder:
+    def _writer_of(self, what: str) -> Writer:
+        model = self._writable(what)
+        if self._writer is None:
+            self._writer = weight_writer(model, allow_nan=self._config.allow_nan)
+        return self._writer
+
+    def _writable(self, what: str) -> Decoder | TransformersDecoder:
         """The model, whose weights may change.
 
         Raises:
@@ -209,29 +232,42 @@ class EngineMemory:
         """
         if WEIGHTS in self.asleep:
             raise AsleepError("the weights sleep: wake_up(tags=['weights']) first")
-        if self._ranks > 1:
+        if self._team.exchange.size > 1:
             raise ValueError(
-                f"{what}: the weights of {self._ranks} ranks are kept; start anew, or with one rank "
-                "(tensor_parallel_size=1, pipeline_parallel_size=1; data_parallel_size=1, if engines share experts)"
+                f"{what}: engines that share experts keep their weights; start anew, or with data_parallel_size=1"
             )
-        if not isinstance(self._model, Decoder):
-            raise ValueError(f"{what}: a model that runs through transformers keeps its weights; start anew")
-        if self._model.group.size > 1:
-            raise ValueError(f"{what}: several ranks keep their weights (tensor_parallel_size); start anew")
+        assert isinstance(self._model, Decoder | TransformersDecoder)
+        if isinstance(self._model, Decoder) and self._model.quantization is not None:
+            raise ValueError(f"{what}: weights are made narrow at the start only: start an engine with the new ones")
         return self._model
 
-    def _replace(self, folder: Path, load_format: str) -> None:
-        config, current = self._config, self._model
-        spec = read_spec(folder, as_classifier=config.convert == "classify")
-        _check_same(current.spec, spec, folder)
-        staged = stage_model(folder, current, load_format=load_format, seed=config.seed, allow_nan=config.allow_nan)
-        for module, new in zip(current.modules(), staged.modules(), strict=True):
-            _take(module, new)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+    def _staged(self, model: str | None) -> Callable[[], None]:
+        """Read and check new weights. What is returned takes them."""
+        current, config = self._writable("reload_weights"), self._config
+        made_up = config.load_format == "dummy" and model is None
+        if isinstance(current, Decoder) and made_up and self._device.type == "cuda":
+            return partial(dummy_weights, current, config.seed)  # a seed gives other values on the host
+        name, revision = (config.model, config.revision) if model is None else (model, None)
+        form = "auto" if config.load_format == "dummy" and model is not None else config.load_format
+        folder = checkpoint.resolve(name, revision, load_format=form, download_dir=config.download_dir)
+        how: dict[str, Any] = {"load_format": form, "seed": config.seed, "allow_nan": config.allow_nan}
+        trusts = config.trust_remote_code
+        spec = read_spec(folder, as_classifier=config.convert == "classify", trust_remote_code=trusts)
+        _check_same(current.whole, spec, folder)
+        if isinstance(current, Decoder):
+            staged = stage_model(folder, current, **how)
+            return partial(_take_all, current, staged)
+        sizes: dict[str, Any] = {"dtype": current.dtype, "device": CPU, "max_model_len": self._limit}
+        if form == "dummy" and current.is_whole:  # a seed gives other values on the host
+            sizes["device"] = self._device
+        whole = load_whole(folder, **sizes, trust_remote_code=trusts, **how)
+        field = differing_field(current.head.config, whole.config)
+        if field is not None:
+            raise _another(folder, field)
+        return partial(current.weights.take, whole)
 
 
-def _check_same(current: ModelSpec, spec: Any, folder: Path) -> None:
+def _check_same(current: ModelSpec | FallbackSpec, spec: Any, folder: Path) -> None:
     """Check that a checkpoint has the architecture and shape of the model that the engine runs.
 
     Raises:
@@ -241,11 +277,32 @@ def _check_same(current: ModelSpec, spec: Any, folder: Path) -> None:
         raise ValueError(
             f"reload_weights: {folder} holds a {spec.architecture}, the engine runs a {current.architecture}"
         )
+    ours, theirs = _as_read(current), _as_read(spec)
     for field in dataclasses.fields(current):
-        if field.name not in ("eos_token_ids", "dtype") and getattr(spec, field.name) != getattr(current, field.name):
-            raise ValueError(
-                f"reload_weights: {folder} describes another model: its {field.name} differs; start an engine for it"
-            )
+        if field.name not in ("eos_token_ids", "dtype") and getattr(theirs, field.name) != getattr(ours, field.name):
+            raise _another(folder, field.name)
+
+
+def _another(folder: Path, field: str) -> ValueError:
+    return ValueError(f"reload_weights: {folder} describes another model: its {field} differs; start an engine for it")
+
+
+def _as_read(spec: ModelSpec | FallbackSpec) -> ModelSpec | FallbackSpec:
+    """A model as its configuration describes it, however ranks share its experts."""
+    if isinstance(spec, FallbackSpec):
+        return spec
+    layers = [
+        dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, by_expert=False, slots=None, turns=1))
+        if isinstance(layer.mlp, MoESpec)
+        else layer
+        for layer in spec.layers
+    ]
+    return dataclasses.replace(spec, layers=tuple(layers))
+
+
+def _take_all(current: Decoder, staged: Decoder) -> None:
+    for module, new in zip(current.modules(), staged.modules(), strict=True):
+        _take(module, new)
 
 
 def _take(module: nn.Module, new: nn.Module) -> None:

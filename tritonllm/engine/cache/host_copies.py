@@ -57,15 +57,23 @@ class HostCopies:
     """The second tier's memory, and the stream that fills and reads it.
 
     Args:
-        pools: ``[L, 2, P, S, K, D]``, keys and values of L layers, of each model that has blocks of these numbers.
+        pools: ``[L, 2, P, S, K, D]``, keys and values of L layers of one shape, of each model that has blocks of these
+            numbers; those of the model whose steps tell of its layers come first.
         num_slots: blocks that the host's memory holds.
         on_device: the slots lie in the device's memory instead.
+        layers: for each pool of that model, the numbers of its layers, ascending; by default it has the first pool.
 
     Raises:
         ValueError: the driver does not lock so much memory, or the device has not so much.
     """
 
-    def __init__(self, pools: Sequence[torch.Tensor], num_slots: int, on_device: bool = False) -> None:
+    def __init__(
+        self,
+        pools: Sequence[torch.Tensor],
+        num_slots: int,
+        on_device: bool = False,
+        layers: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         device = pools[0].device
         block_bytes = sum(pool[:, :, 0].nbytes for pool in pools)
         self._staged, self._slots = staging_bytes(block_bytes, num_slots) // block_bytes, num_slots
@@ -86,6 +94,7 @@ class HostCopies:
         self._done = self._given_up = 0
         self._device = device
         self._layers = [pool.shape[0] for pool in pools]
+        self._announced = [range(len(pools[0]))] if layers is None else layers
         self._driver: CudaDriver | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
@@ -133,7 +142,8 @@ class HostCopies:
     @property
     def marked_layers(self) -> list[int]:
         """Where a step that is captured should say that layers end."""
-        return [] if self._on_device else [g.after for g in copies_of(self._layers, True) if g.after is not None]
+        groups = [] if self._on_device else copies_of(self._layers, self._announced)
+        return list(dict.fromkeys(group.after for group in groups if group.after is not None))
 
     def fill(self, fills: Fills, by_layer: bool, ends: Mapping[int, torch.cuda.Event] | None = None) -> LayerCopies:
         """Copies of what a step computes, which is launched next. The host waits for nothing.
@@ -144,7 +154,8 @@ class HostCopies:
             ends: where the layers end of a step that is launched as a whole: events by layer.
         """
         pairs = sorted(fills.stores, key=lambda pair: pair[1])  # slots that follow each other are copied together
-        groups = copies_of(self._layers, by_layer and not self._on_device and len(pairs) >= self._least)
+        apart = by_layer and not self._on_device and len(pairs) >= self._least
+        groups = copies_of(self._layers, self._announced if apart else ())
         there: list[torch.Tensor] = []  # blocks and slots, on the device when the first group needs them
         copy = partial(self._copy_group, np.array(pairs, dtype=np.int64), there, ends or {})
         return LayerCopies(groups, copy, partial(self._filled, fills.number))
@@ -165,7 +176,7 @@ class HostCopies:
             if not there:
                 there += upload([np.ascontiguousarray(pairs[:, at]) for at in (0, 1)], self._device)
             blocks, places = there
-            part, pieces = self._parts[group.model], slice(2 * group.layers.start, 2 * group.layers.stop)
+            part, pieces = self._parts[group.pool], slice(2 * group.rows.start, 2 * group.rows.stop)
             if self._on_device:  # all layers
                 pack_blocks(part.rows, blocks, part.host, places=places)
                 return
@@ -198,7 +209,7 @@ class HostCopies:
 
     @property
     def memory(self) -> list[Slots]:
-        """``[slots, bytes]`` uint8 of each model: the slots, as they are."""
+        """``[slots, bytes]`` uint8 of each pool: the slots, as they are."""
         flat = [part.host.flatten(1).view(torch.uint8) for part in self._parts]
         if not self._on_device:
             return [slots.numpy() for slots in flat]
@@ -286,10 +297,10 @@ class HostCopies:
 
 
 class _CopyPart(NamedTuple):
-    """What the copies of one model's blocks read and write.
+    """What the copies of one pool's blocks read and write.
 
     Attributes:
-        rows: ``[R, P, E]``, the cache of the model.
+        rows: ``[R, P, E]``, the pool.
         staging: ``[N, R, E]`` on the device: blocks that are gathered at a time.
         host: ``[slots, R, E]``; with slots on the device it is there.
     """

@@ -1,17 +1,36 @@
-"""The paged cache of one model: memory for its blocks, and a view of it for each layer."""
+"""The paged cache of one model: memory for its blocks, and a view of it for each layer.
+
+Layers whose caches have one shape lie in one tensor, a pool. A block has the same number in all pools, and stands for
+the same tokens there; how many bytes it has may differ between layers.
+"""
 
 import torch
 
 from tritonllm.engine.cache.block_copies import BlockCopies
 from tritonllm.engine.cache.engine_memory import EngineMemory
 from tritonllm.kernels.attention.decode import WORKSPACE_SIZE
-from tritonllm.layers.metadata import KVCacheView
+from tritonllm.layers.metadata import CacheShape, KVCacheView
 from tritonllm.models.interface import ModelFacts
 
 
 def block_bytes(spec: ModelFacts, dtype: torch.dtype, block_size: int) -> int:
     """Bytes of one block over all layers, keys and values, with ``block_size`` keys in each layer."""
-    return 2 * spec.num_layers * block_size * spec.num_kv_heads * spec.head_size * dtype.itemsize
+    return block_size * dtype.itemsize * sum(shape.elements for shape in spec.caches)
+
+
+def layers_of_pools(spec: ModelFacts) -> list[list[int]]:
+    """For each pool of :func:`make_cache`, the layers that write to it, in the order of its rows."""
+    writers: dict[int, int] = {}  # the cache that a layer reads is its own if no layer before it reads that one
+    for layer, cache in enumerate(spec.cache_of_layer):
+        writers.setdefault(cache, layer)
+    return [[writers[cache] for cache in caches] for caches in _by_shape(spec).values()]
+
+
+def _by_shape(spec: ModelFacts) -> dict[CacheShape, list[int]]:
+    found: dict[CacheShape, list[int]] = {}
+    for cache, shape in enumerate(spec.caches):
+        found.setdefault(shape, []).append(cache)
+    return found
 
 
 def make_cache(
@@ -21,15 +40,20 @@ def make_cache(
     block_size: int,
     device: torch.device,
     memory: EngineMemory | None = None,
-) -> tuple[list[KVCacheView], BlockCopies]:
-    """A view for each layer, and what copies blocks in all of them.
+) -> tuple[list[KVCacheView], list[BlockCopies]]:
+    """A view for each layer, and for each pool what copies blocks in it.
 
     Args:
         block_size: keys of a block in this cache: of a model whose ranks split the keys, this rank's.
         memory: where the cache lies; by default with torch.
     """
-    shape = (spec.num_layers, 2, num_blocks, block_size, spec.num_kv_heads, spec.head_size)
-    # zeros, not empty: a stale NaN beyond a sequence's length would be multiplied by a probability of zero
-    pool = torch.zeros(shape, dtype=dtype, device=device) if memory is None else memory.zeros(shape, dtype)
     workspace = torch.zeros(WORKSPACE_SIZE, dtype=torch.int32, device=device)
-    return [KVCacheView(layer[0], layer[1], workspace) for layer in pool], BlockCopies(pool)
+    views: dict[int, KVCacheView] = {}
+    copies = []
+    for shape, caches in _by_shape(spec).items():
+        sizes = (len(caches), 2, num_blocks, block_size, *shape)
+        # zeros, not empty: a stale NaN beyond a sequence's length would be multiplied by a probability of zero
+        pool = torch.zeros(sizes, dtype=dtype, device=device) if memory is None else memory.zeros(sizes, dtype)
+        views |= {cache: KVCacheView(k, v, workspace) for cache, (k, v) in zip(caches, pool, strict=True)}
+        copies.append(BlockCopies(pool))
+    return [views[cache] for cache in spec.cache_of_layer], copies

@@ -12,10 +12,11 @@ is recorded when the layer has been launched. A captured step records its events
 (:mod:`tritonllm.engine.cache.layer_marks`).
 
 Beside a draft model, which would tell of its own layers by number, all is copied behind the whole step, in one piece
-for each model. So it is into slots in the device's memory, where all takes less than a millisecond, and if it is little
+for each pool. So it is into slots in the device's memory, where all takes less than a millisecond, and if it is little
 (:data:`~tritonllm.engine.cache.host_copies.STREAMED_BYTES`).
 """
 
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -28,13 +29,13 @@ class LayerGroup(NamedTuple):
 
     Attributes:
         after: the layer of the first model behind whose launches the group is copied; ``None``: behind the whole step.
-        model: the number of the model that the layers belong to.
-        layers: the numbers of the layers.
+        pool: the number of the pool that the layers' blocks are in.
+        rows: the places of the layers in that pool.
     """
 
     after: int | None
-    model: int
-    layers: range
+    pool: int
+    rows: range
 
 
 def group_sizes(num_layers: int, most: int = MOST_LAYERS) -> list[int]:
@@ -51,18 +52,24 @@ def group_sizes(num_layers: int, most: int = MOST_LAYERS) -> list[int]:
     return [*front, *middle, *reversed(back)]
 
 
-def copies_of(num_layers: Sequence[int], by_layer: bool) -> list[LayerGroup]:
+def copies_of(num_layers: Sequence[int], announced: Sequence[Sequence[int]] = ()) -> list[LayerGroup]:
     """The groups of a step, in the order in which they are copied.
 
     Args:
-        num_layers: for each model that has blocks, how many layers it has.
-        by_layer: whether the launch of each layer of the first model is announced.
+        num_layers: for each pool, how many layers it has.
+        announced: for each of the first pools, the numbers of its layers, ascending, as their launches are announced;
+            nothing where launches are not.
     """
+    order = sorted(layer for layers in announced for layer in layers)
     groups, begin = [], 0
-    for size in group_sizes(num_layers[0]) if by_layer else []:
+    for size in group_sizes(len(order)) if order else []:
+        first, last = order[begin], order[begin + size - 1]
         begin += size
-        groups.append(LayerGroup(begin - 1, 0, range(begin - size, begin)))
-    return groups + [LayerGroup(None, i, range(n)) for i, n in enumerate(num_layers) if i or not by_layer]
+        for pool, layers in enumerate(announced):
+            rows = range(bisect_left(layers, first), bisect_right(layers, last))
+            if rows:
+                groups.append(LayerGroup(last, pool, rows))
+    return groups + [LayerGroup(None, i, range(n)) for i, n in enumerate(num_layers) if i >= len(announced)]
 
 
 class LayerCopies:

@@ -19,10 +19,11 @@ from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origi
 import numpy as np
 
 from tritonllm.engine.data.agreement import Sums
+from tritonllm.engine.data.orders import Order
 from tritonllm.engine.data.step import OF_THE_FIRST, Step
 from tritonllm.engine.data.step_inputs import ALIGNMENT
 
-DTYPES = {np.dtype(kind).str: np.dtype(kind) for kind in (np.bool_, np.int32, np.int64, np.float32)}
+DTYPES = {np.dtype(kind).str: np.dtype(kind) for kind in (np.bool_, np.uint8, np.int32, np.int64, np.float32)}
 _HEAD = struct.Struct("<q")  # bytes of the list
 
 
@@ -36,10 +37,12 @@ class StepMessage(NamedTuple):
     Attributes:
         step: the next one; ``None`` for the draw of the oldest one, where that is not part of its launch.
         told: checksums of an earlier step that the others compare with their own.
+        order: what to do instead of a step.
     """
 
     step: Step | None
     told: Sums | None
+    order: Order | None = None
 
 
 class _Reading:
@@ -73,15 +76,15 @@ class _Codec(NamedTuple):
     take: Callable[[_Reading], Any]
 
 
-def pack(step: Step | None, told: Sums | None) -> bytearray:
+def pack(step: Step | None, told: Sums | None, order: Order | None = None) -> bytearray:
     """A message of :func:`unpack`.
 
     Args:
-        step, told: as in :class:`StepMessage`; the step as :meth:`Step.for_followers` makes it.
+        step, told, order: as in :class:`StepMessage`; the step as :meth:`Step.for_followers` makes it.
     """
     words: list[Any] = []
     arrays: list[np.ndarray] = []
-    _codec(StepMessage).put(StepMessage(step, told), words, arrays)
+    _codec(StepMessage).put(StepMessage(step, told, order), words, arrays)
     listed = json.dumps(words, separators=(",", ":"), default=_number).encode()
     at = begin = _aligned(_HEAD.size + len(listed))
     spans = []

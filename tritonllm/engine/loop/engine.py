@@ -12,7 +12,7 @@ So nothing of it is kept: the next call ends all requests with an error and begi
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +27,7 @@ from tritonllm.config.sampling_params import SamplingParams
 from tritonllm.config.vllm_arguments import refuse
 from tritonllm.dist.lockstep import ExpertPlace, Lockstep
 from tritonllm.engine.cache.engine_memory import EngineMemory
+from tritonllm.engine.data.orders import Order, weight_orders
 from tritonllm.engine.data.outputs import EngineOutput
 from tritonllm.engine.data.plan import describe
 from tritonllm.engine.data.request import RequestStatus
@@ -38,9 +39,10 @@ from tritonllm.engine.loop.delivery import Delivery
 from tritonllm.engine.loop.in_flight import InFlight
 from tritonllm.engine.loop.new_requests import NewRequests, check_call
 from tritonllm.engine.loop.readiness import BRIEF_WAIT, Unscheduled
-from tritonllm.engine.loop.served_model import model_executor
 from tritonllm.engine.loop.unfinished import Unfinished
 from tritonllm.engine.ranks.backends import ranks_of
+from tritonllm.engine.ranks.executor import GroupExecutor
+from tritonllm.engine.ranks.served_model import model_executor
 from tritonllm.engine.schedule.host_tier import HostTier
 from tritonllm.engine.schedule.scheduler import Scheduler
 from tritonllm.engine.start.arg_utils import EngineArgs
@@ -345,6 +347,7 @@ class LLMEngine:
             RuntimeError: a request is unfinished, or the weights sleep.
         """
         self._require_idle("reload_weights")
+        self._runner.tell(Order("reload", model or ""))
         self._memory.reload_weights(model)
         self._forget_cache()
 
@@ -358,13 +361,45 @@ class LLMEngine:
             The names.
 
         Raises:
-            ValueError: a tensor that the model has no place for; those before it are written. Or the engine has several
-                ranks, or a model that keeps its weights.
+            ValueError: a tensor that the model has no place for; those before it are written. Or the engine shares its
+                experts with others.
             RuntimeError: a request is unfinished, or the weights sleep.
         """
         self._require_idle("load_weights")
         try:
-            return self._memory.load_weights(weights)
+            alone = self.config.parallel.world_size == 1
+            return self._memory.load_weights(weights if alone else self._sent(weights))
+        finally:
+            self._forget_cache()
+
+    def _sent(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Weights, each when the other ranks have got it, too."""
+        for name, tensor in weights:
+            self._memory.check_weight(name, tensor)
+            for order in weight_orders(name, tensor):
+                self._runner.tell(order)
+            yield name, tensor
+
+    def call(
+        self, function: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> list[Any]:
+        """Call a function with the worker of each rank, all at once: ``worker.rank``, and ``worker.model_runner.model``
+        with the rank's part of the model and ``load_weights``. Of several ranks each loads its part there of whole
+        tensors, and cached prompts are forgotten.
+
+        Returns:
+            What it returns, in the order of the ranks.
+
+        Raises:
+            ValueError: ranks that take no functions, or a function that other processes cannot import.
+            RuntimeError: a request is unfinished, or the function failed on another rank.
+        """
+        runner, kwargs = self._runner, kwargs or {}
+        if not isinstance(runner, GroupExecutor):
+            return [function(self.model_executor.driver_worker, *args, **kwargs)]
+        self._require_idle("collective_rpc")
+        try:
+            return runner.call(function, args, kwargs)
         finally:
             self._forget_cache()
 

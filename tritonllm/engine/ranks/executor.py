@@ -15,22 +15,27 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from tritonllm.config.engine import EngineConfig
 from tritonllm.dist.connect import local_store
 from tritonllm.dist.mailbox import Mailbox
 from tritonllm.dist.pipeline import Team, meet
-from tritonllm.dist.watch import Watch, WorkerError, kill
+from tritonllm.dist.watch import TICK, Watch, WorkerError, kill
+from tritonllm.engine.cache.engine_memory import EngineMemory
 from tritonllm.engine.data.agreement import Claims
+from tritonllm.engine.data.orders import Order
 from tritonllm.engine.data.plan import StepPlan
 from tritonllm.engine.data.results import RunningStep
 from tritonllm.engine.data.step import FREE, Restrictions, Step
 from tritonllm.engine.data.step_bytes import pack
+from tritonllm.engine.ranks.between_steps import RankWeights, answered, packed_call
 from tritonllm.engine.ranks.worker import START_PATIENCE
 from tritonllm.engine.start.ranks import Executor, Ranks, release_graphs
 from tritonllm.engine.step.runner import ModelRunner
@@ -50,6 +55,7 @@ class SpawnedRanks(Ranks):
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._size = config.parallel.world_size
+        self._answers: dict[int, Connection] = {}  # what functions returned on the other ranks
         self._met: list[Team] = []  # once this rank is in it
         self._leading: list[weakref.ref[ModelRunner]] = []  # once all are ready
         self._finalizer: Callable[[], object] = lambda: None
@@ -62,13 +68,15 @@ class SpawnedRanks(Ranks):
         try:
             for rank in range(1, self._size):
                 reports[rank], theirs = spawn.Pipe(duplex=False)
+                self._answers[rank], their_answers = spawn.Pipe(duplex=False)
                 target = "tritonllm.engine.ranks.worker", "run_worker"
-                arguments = (*target, self._config, rank, port, mailbox, theirs)
+                arguments = (*target, self._config, rank, port, mailbox, theirs, their_answers)
                 process = spawn.Process(target=run_spawned, args=arguments, name=f"tritonllm-rank-{rank}")
                 with later(signal.SIGINT, signal.SIGTERM):  # one that has begun without its arguments would tell
                     process.start()
                     processes[rank] = process
                 theirs.close()
+                their_answers.close()
             self.watch = Watch(
                 processes,
                 reports,
@@ -93,10 +101,10 @@ class SpawnedRanks(Ranks):
         self._met.append(team)
         return team
 
-    def lead(self, runner: ModelRunner) -> Executor:
+    def lead(self, runner: ModelRunner, memory: EngineMemory) -> Executor:
         self.watch.await_ready()
         self._leading.append(weakref.ref(runner))
-        return GroupExecutor(runner, self)
+        return GroupExecutor(runner, self, RankWeights(runner.model, memory))
 
     def end(self) -> None:
         self._finalizer()
@@ -106,6 +114,17 @@ class SpawnedRanks(Ranks):
 
     def send(self, message: bytes | bytearray) -> None:
         self._mailbox.send(message, self.watch.failure.check)
+
+    def check_functions(self) -> None:
+        """All of them take functions."""
+
+    def answers(self) -> list[bytes]:
+        found = []
+        for pipe in self._answers.values():
+            while not pipe.poll(TICK):
+                self.check()
+            found.append(pipe.recv_bytes())
+        return found
 
     def explain(self, error: BaseException | None) -> None:
         if isinstance(error, RuntimeError) and hasattr(self, "watch"):  # else none were begun
@@ -134,6 +153,16 @@ class Others(Protocol):
     def send(self, message: bytes | bytearray) -> None:
         """Send a message to all other ranks. Raises as :meth:`check`."""
 
+    def check_functions(self) -> None:
+        """Check that functions may be sent to them.
+
+        Raises:
+            ValueError: they are not this process's own.
+        """
+
+    def answers(self) -> list[bytes]:
+        """Wait for what the other ranks say of a function that was sent to them. Raises as :meth:`check`."""
+
     def explain(self, error: BaseException | None) -> None:
         """Raise what broke a step here, if that is another rank's failure."""
 
@@ -147,10 +176,12 @@ class GroupExecutor:
     Args:
         runner: the runner of this rank, the first.
         ranks: the other ranks.
+        here: this rank's weights.
     """
 
-    def __init__(self, runner: ModelRunner, ranks: Others) -> None:
+    def __init__(self, runner: ModelRunner, ranks: Others, here: RankWeights) -> None:
         self._runner, self._ranks, self._claims = runner, ranks, Claims()
+        self._here = here
         self._broken: str | None = None
 
     @property
@@ -189,6 +220,36 @@ class GroupExecutor:
         drawn = self._whole(lambda: self._draw(late))
         assert drawn is not None
         return drawn
+
+    def tell(self, order: Order) -> None:
+        """Have the other ranks do something. Raises as :meth:`launch`."""
+
+        def send() -> None:
+            self._ranks.send(pack(None, None, order))
+
+        self._whole(send)
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Call a function on all ranks at once, with :meth:`RankWeights.worker`.
+
+        Returns:
+            What it returns, in the order of the ranks.
+
+        Raises:
+            ValueError: it cannot be sent to these ranks; nothing has been called then.
+            RuntimeError: it failed on another rank. On this one, its own error is raised.
+        """
+        self._ranks.check_functions()
+        data = packed_call(function, args, kwargs)
+        self.tell(Order("call", data=np.frombuffer(data, np.uint8)))
+        try:
+            found = [function(self._here.worker(0), *args, **kwargs)]
+        finally:
+            answers = [answered(each) for each in self._ranks.answers()]
+        for rank, answer in enumerate(answers, start=1):
+            if answer.error is not None:
+                raise RuntimeError(f"collective_rpc: on rank {rank}: {answer.error}")
+        return found + [answer.value for answer in answers]
 
     def abandon(self) -> None:
         """The other ranks wait for the tokens, which nobody wants any more. Raises as :meth:`launch`."""

@@ -34,6 +34,8 @@ from tritonllm.dist.door import MAC, Door, Entrance, IntruderError, digest, new_
 from tritonllm.dist.group import Group, is_leaving
 from tritonllm.dist.pipeline import Team, meet
 from tritonllm.dist.watch import GroupFailure, WorkerError, host_watch
+from tritonllm.engine.cache.engine_memory import EngineMemory
+from tritonllm.engine.ranks.between_steps import BetweenSteps, RankWeights
 from tritonllm.engine.ranks.executor import GroupExecutor
 from tritonllm.engine.ranks.worker import START_PATIENCE, Following, lost_a_peer
 from tritonllm.engine.start.ranks import Executor, Ranks, release_graphs
@@ -243,13 +245,13 @@ class LaunchedRanks(Ranks):
         self._finalizer = multiprocessing.util.Finalize(self, self._leaving, exitpriority=100)
         return team
 
-    def lead(self, runner: ModelRunner) -> Executor:
+    def lead(self, runner: ModelRunner, memory: EngineMemory) -> Executor:
         for ranks in (self._team, self.wire.group):  # a message is sent when the others have begun to receive it
             ranks.limit(self._patience)
         assert self._leaving is not None  # they have met
         self._leaving.farewell = True
         self._leaving.runners.append(weakref.ref(runner))
-        return GroupExecutor(runner, self)
+        return GroupExecutor(runner, self, RankWeights(runner.model, memory))
 
     def end(self) -> None:
         """Ranks that do not wait for steps are left when this process has told its error, at its end: as soon as it
@@ -266,6 +268,15 @@ class LaunchedRanks(Ranks):
 
     def send(self, message: bytes | bytearray) -> None:
         self.wire.send(message)
+
+    def check_functions(self) -> None:
+        raise ValueError(
+            "collective_rpc: ranks that a launcher or Ray has started take data, and no functions: give the weights to "
+            "load_weights, or take distributed_executor_backend='mp'"
+        )
+
+    def answers(self) -> list[bytes]:
+        raise NotImplementedError
 
     def explain(self, error: BaseException | None) -> None:
         """Turn the error of a broken collective into that of the rank that broke it; other errors pass.
@@ -296,13 +307,13 @@ class LaunchedRanks(Ranks):
 
     def follow(self, config: EngineConfig, started: Callable[[], object] = lambda: None) -> None:
         """What a rank other than 0 does; ``started`` is called when it is ready."""
-        runner, _, team = load_rank(config, self.join, self._place.local_rank)
+        runner, memory, _, team = load_rank(config, self.join, self._place.local_rank)
         team.limit(self._patience)
         assert self._leaving is not None  # they have met
         self._leaving.runners.append(weakref.ref(runner))
         MONITOR.serving = True
         started()
-        following = Following(runner)
+        following = Following(runner, BetweenSteps(RankWeights(runner.model, memory), self._place.rank))
         while message := self.wire.receive():
             following.run(message)
         self._leave()

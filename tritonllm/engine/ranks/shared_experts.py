@@ -18,6 +18,7 @@ from tritonllm.dist.exchange import Exchange
 from tritonllm.dist.group import ConnectedGroup, Group
 from tritonllm.dist.lockstep import SPIN, ExpertPlace, Lockstep
 from tritonllm.dist.pipeline import Team
+from tritonllm.engine.cache.engine_memory import EngineMemory
 from tritonllm.engine.ranks.worker import START_PATIENCE
 from tritonllm.engine.start.ranks import Executor, Ranks, release_graphs
 from tritonllm.engine.step.runner import ModelRunner
@@ -55,7 +56,7 @@ class SharedExpertRanks(Ranks):
         self._met = Team(exchange=exchange, lockstep=lockstep)
         return self._met
 
-    def lead(self, runner: ModelRunner) -> Executor:
+    def lead(self, runner: ModelRunner, memory: EngineMemory) -> Executor:
         self._met.least(0)  # all are ready: the first step waits for nobody's start
         self._met.exchange.group.limit(self._config.step_timeout)
         self._leading.append(weakref.ref(runner))

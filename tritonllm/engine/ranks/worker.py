@@ -10,7 +10,9 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
@@ -24,6 +26,7 @@ from tritonllm.dist.pipeline import Team, meet
 from tritonllm.dist.watch import PARENT_DIED, TICK, Report, parent_watch
 from tritonllm.engine.data.agreement import Comparison
 from tritonllm.engine.data.step_bytes import unpack
+from tritonllm.engine.ranks.between_steps import BetweenSteps, RankWeights
 from tritonllm.engine.start.startup import load_rank
 from tritonllm.engine.step.runner import ModelRunner
 from tritonllm.kernels.compile.monitor import MONITOR
@@ -51,13 +54,16 @@ class RankPlace(NamedTuple):
         return meet(store, self.rank, parallel, device, timeout=START_PATIENCE)
 
 
-def run_worker(config: EngineConfig, rank: int, port: int, mailbox: Mailbox, reports: Connection) -> None:
+def run_worker(
+    config: EngineConfig, rank: int, port: int, mailbox: Mailbox, reports: Connection, answers: Connection
+) -> None:
     """The process's main function.
 
     Args:
         config: the configuration of the engine, as the user gave it.
         rank, port: see :class:`RankPlace`.
         mailbox: brings steps as bytes; an empty message ends the process.
+        answers: gets what functions return that rank 0 sends.
         reports: gets a :class:`Report` when the rank meets the others, when it is ready, and if it fails.
     """
     tqdm.set_lock(threading.RLock())  # its own would be a semaphore, which is left over when the process is killed
@@ -71,12 +77,14 @@ def run_worker(config: EngineConfig, rank: int, port: int, mailbox: Mailbox, rep
             reports.send(Report())
             return place.join(config.parallel, device)
 
-        runner, device, team = load_rank(config, join, place.rank)
+        runner, memory, device, team = load_rank(config, join, place.rank)
+        between = BetweenSteps(RankWeights(runner.model, memory), rank, answers.send_bytes)
         gc.collect()
         leave_out_of_searches()  # a search for garbage in the middle of a step would hold all ranks up
         MONITOR.serving = ready = True
         reports.send(Report(ready=True))
-        follow(runner, mailbox, reader, SPIN if device.type == "cuda" else 0.0)
+        following = Following(runner, between, partial(mailbox.acted, reader))
+        follow(following, mailbox, reader, SPIN if device.type == "cuda" else 0.0)
         runner.release_graphs()
         team.shut()
     except BaseException as error:
@@ -86,12 +94,10 @@ def run_worker(config: EngineConfig, rank: int, port: int, mailbox: Mailbox, rep
         os._exit(1)  # without waiting for collectives that nobody will join
 
 
-def follow(runner: ModelRunner, mailbox: Mailbox, reader: int, spin: float) -> None:
+def follow(following: "Following", mailbox: Mailbox, reader: int, spin: float) -> None:
     """Run steps until the empty message comes."""
-    following = Following(runner)
     while message := mailbox.receive(reader, spin=spin):
         following.run(message)
-        mailbox.acted(reader)
 
 
 class Following:
@@ -99,21 +105,29 @@ class Following:
 
     Args:
         runner: the runner of this rank.
+        between: does what comes instead of a step.
+        acted: called behind each step, and before what comes instead of one, which may take longer than a step may.
     """
 
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner, self._comparison = runner, Comparison()
+    def __init__(self, runner: ModelRunner, between: BetweenSteps, acted: Callable[[], object] = lambda: None) -> None:
+        self._runner, self._between, self._acted, self._comparison = runner, between, acted, Comparison()
 
     def run(self, message: bytearray | memoryview) -> None:
         """Start the step in a message of :class:`~tritonllm.engine.ranks.executor.GroupExecutor`.
 
         Raises:
             DivergedError: a step before was another one than rank 0's.
-        MalformedError: it is no such message.
+            MalformedError: it is no such message.
+            ValueError: as :meth:`BetweenSteps.do`.
         """
-        step, told = unpack(message)
+        step, told, order = unpack(message)
+        if order is not None:
+            self._acted()
+            self._between.do(order)
+            return
         self._comparison.check(told)
         self._comparison.note(self._runner.follow(step))
+        self._acted()
 
 
 def _beat(mailbox: Mailbox, reader: int) -> None:

@@ -4,7 +4,6 @@ What an engine will launch is found by running its warm-up on meta tensors (:mod
 with one layer of each kind. That takes a second and needs neither weights nor a GPU.
 """
 
-import dataclasses
 import multiprocessing
 import os
 import signal
@@ -31,6 +30,7 @@ from tritonllm.kernels.compile.extensions import driver_extensions
 from tritonllm.kernels.compile.parallel import Specialization, compile_in_parallel, list_kernels
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.expert_checks import dealt_out
+from tritonllm.models.quantization import quantize_layers
 from tritonllm.models.spec import ModelSpec
 from tritonllm.models.stages import Stage
 
@@ -78,6 +78,8 @@ def kernels_of(
 def _launch_all(spec: ModelSpec, config: EngineConfig, target: Target, draft: ModelSpec | None, team: Team) -> None:
     how = {"batch_invariant": config.deterministic, "counts_experts": config.count_expert_load}
     models: list[Decoder] = [_without_repeats(spec, target, team, **how)]
+    if config.model.quantization is not None:
+        quantize_layers(models[0], config.model.quantization)
     if draft is not None and config.speculative_config is not None:
         if config.speculative_config.method in OF_HEADS:
             models.append(make_head(draft, models[0], bias=False, limit=target.max_model_len))
@@ -92,9 +94,11 @@ def _launch_all(spec: ModelSpec, config: EngineConfig, target: Target, draft: Mo
 
 def _without_repeats(spec: ModelSpec, target: Target, team: Team, **how: Any) -> Decoder:
     """A model with one layer of each kind, without memory."""
-    small = dataclasses.replace(spec, layers=tuple(spec.layers[place] for place in spec.distinct_layers()))
+    small = spec.without_repeats()
     pipe, count = team.pipe, small.num_layers
-    begin = 0 if pipe.first or count == 1 else 1  # the first layer of all, which may differ, is the first stage's
+    # the first layer of all, which may differ, is the first stage's, unless another reads its keys
+    is_read = any(layer.keys_from == place > 0 for place, layer in enumerate(small.layers))
+    begin = 0 if pipe.first or count == 1 or is_read else 1
     stage = Stage(pipe.stage, range(begin, count), first=pipe.first, last=pipe.last)
     sizes: dict[str, Any] = {"dtype": target.dtype, "device": META, "max_model_len": target.max_model_len}
     return Decoder(small, **sizes, group=team.group, context=team.context, exchange=team.exchange, stage=stage, **how)

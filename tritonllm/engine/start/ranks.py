@@ -9,7 +9,9 @@ import torch
 
 from tritonllm.dist.lockstep import Lockstep
 from tritonllm.dist.pipeline import ALONE, Team
+from tritonllm.engine.cache.engine_memory import EngineMemory
 from tritonllm.engine.cache.host_copies import HostCopies
+from tritonllm.engine.data.orders import Order
 from tritonllm.engine.data.plan import StepPlan
 from tritonllm.engine.data.results import RunningStep
 from tritonllm.engine.data.step import Restrictions
@@ -46,6 +48,9 @@ class Executor(Protocol):
     def join(self) -> None:
         """Take the next step of those that wait for this engine, without a request."""
 
+    def tell(self, order: Order) -> None:
+        """Have the other ranks do something between steps, when none is in flight."""
+
     def abandon(self) -> None:
         """A step was broken off, perhaps between its launch and its draw."""
 
@@ -75,8 +80,13 @@ class Ranks:
         """Meet the other ranks, and return the groups that they form; here this rank is alone."""
         return ALONE
 
-    def lead(self, runner: ModelRunner) -> Executor:
-        """Wait until all are ready; returns what runs steps on all of them."""
+    def lead(self, runner: ModelRunner, memory: EngineMemory) -> Executor:
+        """Wait until all are ready; returns what runs steps on all of them.
+
+        Args:
+            runner: the runner of this rank.
+            memory: where this rank's weights are.
+        """
         return runner
 
     def end(self) -> None:

@@ -34,6 +34,7 @@ def compiled_if_asked(model: CausalLM, config: EngineConfig) -> CausalLM:
     """
     mode = config.compilation_config.mode
     gains = isinstance(model, TransformersDecoder) and model.supports_graphs and not config.enforce_eager
+    gains = gains and config.parallel.world_size == 1  # the compiler does not know what ranks send each other
     if mode == NO_COMPILATION or (mode is None and not gains):
         return model
     try:

@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,15 +52,13 @@ from tritonllm.layers.attention_chunks import check_chunk_size
 from tritonllm.models import checkpoint
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.expert_checks import check_agreement, check_counted, dealt_out
-from tritonllm.models.fallback_decoder import FallbackSpec
+from tritonllm.models.fallback_decoder import FallbackSpec, TransformersDecoder
 from tritonllm.models.interface import CausalLM, ModelFacts
 from tritonllm.models.invariance import check_invariance
-from tritonllm.models.loading import load_model, read_spec
-from tritonllm.models.local_spec import check, check_context
+from tritonllm.models.loading import load_model, read_spec, read_stages
 from tritonllm.models.sentence_transformers import SentenceModules, read_modules
 from tritonllm.models.spec import ModelSpec
-from tritonllm.models.stages import stages_of
-from tritonllm.models.weights import parameter_shapes
+from tritonllm.models.stages import Stage
 from tritonllm.system.cpu_threads import granted_cores, threads_for
 from tritonllm.system.host_memory import check_offloading
 
@@ -159,12 +157,14 @@ class Origin(NamedTuple):
     """What checkpoints say of themselves before their weights are read.
 
     Attributes:
+        stages: which layers each stage of the pipeline has.
         limit: the longest sequence that model and user allow.
         draft: the draft model, if the configuration has one. It is whole on every rank.
     """
 
     folder: Path
     spec: ModelSpec | FallbackSpec
+    stages: Sequence[Stage]
     modules: SentenceModules | None
     limit: int
     draft: ModelSpec | None
@@ -194,22 +194,16 @@ def read_origin(config: EngineConfig) -> Origin:
     )
     classifies = model.convert == "classify"
     spec = read_spec(folder, trust_remote_code=model.trust_remote_code, as_classifier=classifies)
-    if parallel.world_size > 1 and not isinstance(spec, ModelSpec):
-        raise ValueError(
-            f"{parallel.sizes}: {spec.architecture} runs through transformers, which is one rank's: leave it at 1"
-        )
     if isinstance(spec, ModelSpec):
         spec = dealt_out(spec, parallel)
-        check(spec, size)
-        check_context(spec, size, parallel.decode_context_parallel_size)
-        stages_of(spec, parameter_shapes(spec), parallel.pipeline_parallel_size)
+    stages = read_stages(folder, spec, parallel, trust_remote_code=model.trust_remote_code)
     if config.count_expert_load:
         check_counted(spec)
     if config.deterministic:
         check_invariance(spec, size)
     modules = None if model.runner == "generate" else read_modules(folder)
     limit = length_limit(model, spec, modules)
-    origin = Origin(folder, spec, modules, limit, read_draft_spec(config, spec, limit))
+    origin = Origin(folder, spec, stages, modules, limit, read_draft_spec(config, spec, limit))
     for each in (spec, origin.draft):
         chunk = each.up_to(limit).attention_chunk if isinstance(each, ModelSpec) else None
         if chunk is not None:
@@ -247,13 +241,11 @@ def load_part(origin: Origin, prepared: Prepared, team: Team) -> tuple[CausalLM,
     Raises:
         ValueError: as :func:`load_model`, or the ranks have read different placements of experts.
     """
-    model, spec, stage = prepared.config.model, origin.spec, None
+    model, spec = prepared.config.model, origin.spec
     check_agreement(prepared.config.parallel.expert_placement, spec, team.group)
     if prepared.device.type == "cpu":
         cores = max(1, granted_cores() // (team.size * team.exchange.size))
         torch.set_num_threads(threads_for(spec.hidden_size, torch.get_num_threads(), cores))
-    if isinstance(spec, ModelSpec):
-        stage = stages_of(spec, parameter_shapes(spec), team.pipe.stages)[team.pipe.stage]
     with named_convert(model):
         loaded = load_model(
             origin.folder,
@@ -268,10 +260,13 @@ def load_part(origin: Origin, prepared: Prepared, team: Team) -> tuple[CausalLM,
             group=team.group,
             context=team.context,
             exchange=team.exchange,
-            stage=stage,
+            stage=origin.stages[team.pipe.stage],
             batch_invariant=prepared.config.deterministic,
             counts_experts=prepared.config.count_expert_load,
+            quantization=model.quantization,
         )
+    if isinstance(loaded, TransformersDecoder):  # what graphs hold decides what stages send each other
+        loaded.supports_graphs = bool(team.least(int(loaded.supports_graphs)))
     if not team.pipe.first:
         return loaded, None
     return loaded, load_draft(prepared.config, origin.draft, loaded, prepared.device, origin.limit)
@@ -288,7 +283,7 @@ def start_runner(
     config, device, dtype = prepared
     spec, modules, limit = origin.spec, origin.modules, origin.limit
     model, draft = models
-    memory = EngineMemory(model, config.model, device, config.enable_sleep_mode, draft, team.size * team.exchange.size)
+    memory = EngineMemory(model, config.model, device, config.enable_sleep_mode, draft, limit, team)
     team.least(0)  # none compiles what rank 0 has others compile
     model = compiled_if_asked(model, config)
     projection = None if modules is None else modules.projection(dtype=dtype, device=device)
@@ -308,10 +303,22 @@ def start_runner(
     return config, runner, memory
 
 
-def load_rank(
-    config: EngineConfig, join: Callable[[torch.device], Team], device_index: int
-) -> tuple[ModelRunner, torch.device, Team]:
-    """What a rank other than the first has of an engine: its runner, started, its device and its team.
+class RankParts(NamedTuple):
+    """What a rank other than the first has of an engine.
+
+    Attributes:
+        runner: its runner, started.
+        memory: where its weights are.
+    """
+
+    runner: ModelRunner
+    memory: EngineMemory
+    device: torch.device
+    team: Team
+
+
+def load_rank(config: EngineConfig, join: Callable[[torch.device], Team], device_index: int) -> RankParts:
+    """Load and start a rank other than the first.
 
     Args:
         join: meets the others.
@@ -326,8 +333,8 @@ def load_rank(
     prepared = prepare(config, origin, device_index)
     team = join(prepared.device)
     models = load_part(origin, prepared, team)
-    _, runner, _ = start_runner(origin, prepared, models, team)
-    return runner, prepared.device, team
+    _, runner, memory = start_runner(origin, prepared, models, team)
+    return RankParts(runner, memory, prepared.device, team)
 
 
 def load_parts(config: EngineConfig, ranks: Ranks) -> EngineParts:
@@ -371,7 +378,7 @@ def load_parts(config: EngineConfig, ranks: Ranks) -> EngineParts:
             team = ranks.join(device)
             models = load_part(origin, prepared, team)
         config, runner, memory = start_runner(origin, prepared, models, team)
-        executor = ranks.lead(runner)
+        executor = ranks.lead(runner, memory)
     assert config.cache.num_blocks is not None and config.model.max_model_len is not None
     limits = config.cache.num_blocks, config.model.max_model_len
     drafting = drafting_of(config, runner.drafts.cost)

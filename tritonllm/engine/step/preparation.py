@@ -1,7 +1,7 @@
 """What a runner does before the first request: it measures memory, runs every kernel once and captures steps."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from weakref import WeakMethod
@@ -22,6 +22,7 @@ from tritonllm.engine.step.step_drafts import StepDrafts
 from tritonllm.engine.step.step_sizes import StepSizes
 from tritonllm.engine.step.warm_up import Forward, StepLimits, ToTokens, WarmUp, Work
 from tritonllm.layers.regime import Regimes
+from tritonllm.models.fallback_decoder import TransformersDecoder
 from tritonllm.models.interface import CausalLM
 
 
@@ -89,7 +90,9 @@ class Preparation:
         torch.cuda.empty_cache()
         caches.allocate(1)
         warm_up, deterministic = self.warm_up(), self.config.deterministic
-        warm_up.largest_steps(deterministic)
+        alone = deterministic and isinstance(self.model, TransformersDecoder)  # tokens run alone, one after the other
+        with rehearsal_of(self.caches.models) if alone else nullcontext():
+            warm_up.largest_steps(deterministic)
         captured = warm_up.captured_bytes(deterministic) if self.sizes.captures else 0
         caches.forget()
         reserved = captured + caches.reserved_bytes + self.passed_bytes

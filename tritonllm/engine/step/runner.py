@@ -17,6 +17,7 @@ from tritonllm.engine.cache.host_copies import HostCopies
 from tritonllm.engine.cache.kv_cache import block_bytes
 from tritonllm.engine.data.agreement import AgreementSampler, Evidence
 from tritonllm.engine.data.inputs import Batch, upload_step
+from tritonllm.engine.data.orders import Order
 from tritonllm.engine.data.plan import StepPlan
 from tritonllm.engine.data.results import RunningStep
 from tritonllm.engine.data.step import FREE, Restrictions, Step
@@ -38,6 +39,7 @@ from tritonllm.engine.step.warm_up import WarmUp
 from tritonllm.layers.moe import MoESpec
 from tritonllm.layers.regime import Regimes
 from tritonllm.models.decoder import Decoder
+from tritonllm.models.fallback_decoder import TransformersDecoder
 from tritonllm.models.interface import CausalLM
 
 NOTHING = dummy_step(0, [], rows=0, width=0)
@@ -99,7 +101,7 @@ class ModelRunner:
         self._drawing = Drawing(model, self._seats, sampler, pooler, self._group, device, tree)
         self._agreement = AgreementSampler(team.size)
         self._stage_transfer: StageTransfer | None = None
-        if isinstance(model, Decoder) and self._pipe.stages > 1:
+        if isinstance(model, Decoder | TransformersDecoder) and self._pipe.stages > 1:
             self._stage_transfer = StageTransfer(self._pipe, model, self._seats, team.size, device)
         self._sizes = StepSizes.of(config, model, self.drafts, max_model_len, self._pipe)
         self._planner: CascadePlanner | None = None
@@ -107,7 +109,7 @@ class ModelRunner:
         shares = shares and team.context.size == 1  # whose ranks merge theirs
         shares = shares and team.exchange.size == 1  # whose engines replay graphs of one room, shared prefix or not
         if config.cache.enable_prefix_caching and shares:  # else only siblings share
-            each = block_bytes(model.spec, self._dtype, self._block_tokens) // model.spec.num_layers
+            each = block_bytes(model.spec, self._dtype, self._block_tokens) // len(model.spec.caches)
             self._planner = CascadePlanner(self._block_tokens, each)
         self._builder = self._make_builder()
         if isinstance(model, Decoder):
@@ -280,6 +282,9 @@ class ModelRunner:
     def draw(self, late: Restrictions) -> RunningStep:
         """Draw the tokens of the oldest step that was launched and not drawn."""
         return self.finish(self._undrawn.popleft(), late)
+
+    def tell(self, order: Order) -> None:
+        """Does nothing: there are no other ranks."""
 
     def abandon(self) -> None:
         """Forget the steps that are not drawn, whose tokens nobody wants."""

@@ -60,7 +60,7 @@ class CascadePlanner:
 
     Args:
         block_tokens: tokens of a block; no ranks split its keys where prefixes are attended to apart.
-        block_bytes: bytes of a block's keys and values in one layer.
+        block_bytes: bytes of a block's keys and values in one layer; where layers differ, on average.
     """
 
     def __init__(self, block_tokens: int, block_bytes: int) -> None:

@@ -19,7 +19,7 @@ from tritonllm.engine.data.agreement import AgreementSampler, Evidence
 from tritonllm.engine.data.inputs import Batch, upload
 from tritonllm.engine.step.device_seats import DeviceSeats
 from tritonllm.engine.step.drawing import LaunchedStep
-from tritonllm.models.decoder import Decoder
+from tritonllm.models.interface import StagedLM
 
 
 class Passed(NamedTuple):
@@ -45,7 +45,7 @@ class StageTransfer:
         device: the device that the model is on.
     """
 
-    def __init__(self, pipe: Pipeline, model: Decoder, seats: DeviceSeats, ranks: int, device: torch.device) -> None:
+    def __init__(self, pipe: Pipeline, model: StagedLM, seats: DeviceSeats, ranks: int, device: torch.device) -> None:
         self._pipe, self._model, self._seats, self._device = pipe, model, seats, device
         self._agreement = AgreementSampler(ranks)
         self._passed: deque[Passed] = deque()
@@ -58,9 +58,9 @@ class StageTransfer:
         """
         model = self._model
         if not self._pipe.first and (model.incoming is None or len(model.incoming) < tokens):
-            size = tokens, model.spec.hidden_size
+            size = tokens, model.columns_in
             model.incoming = torch.zeros(size, dtype=model.dtype, device=self._device)
-        return self._pipe.most_kept * tokens * model.spec.hidden_size * model.dtype.itemsize
+        return self._pipe.most_kept * tokens * model.columns_out * model.dtype.itemsize
 
     def take_over(self, batch: Batch) -> None:
         """Receive a step from the stage before: behind what the host has sent of it, and before its layers."""

@@ -8,7 +8,8 @@ HEAVY = 2**62  # `together` of a layer that has other kernels than products of f
 
 
 class Operands(NamedTuple):
-    """The tensors of a product: ``x [M, K]``, ``weight [N, K]``, and ``out``, which is written, or added to."""
+    """The tensors of a product: ``x [M, K]``, ``weight [N, K]`` (the numbers of a narrow one), and ``out``, which is
+    written, or added to."""
 
     x: torch.Tensor
     weight: torch.Tensor
@@ -29,6 +30,17 @@ class Fused(NamedTuple):
     scale: float
     constant_weight: bool
     together: int = 0  # elements of the weights of all products of its layer; 0: four of this one's
+
+
+class Scaled(NamedTuple):
+    """The scales of a narrow weight (:class:`~tritonllm.kernels.dense.weight.Groups`); ``None`` for a plain one."""
+
+    scales: torch.Tensor | None = None
+    group_rows: int = 1
+    group_columns: int = 0
+
+
+NOT_SCALED = Scaled()
 
 
 class NextNorm(NamedTuple):

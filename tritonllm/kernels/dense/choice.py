@@ -96,6 +96,18 @@ def default_config(m: int, n: int, k: int, itemsize: int, gated: str) -> tuning.
     return WeightTile(64, 64, 3).config(1)
 
 
+def default_narrow_config(m: int, n: int, k: int, gated: str, group: int) -> tuning.Config:
+    """For weights of a byte an element, up to 64 rows; ``group``: the columns that share a scale, 0 for all."""
+    if m == 1:
+        block_n = 4 if n >= 2048 else 2
+        whole = max(32, triton.next_power_of_2(k))
+        warps = min(8, max(1, block_n * whole // (32 * 64)))
+        tile = {"BLOCK_N": block_n, "BLOCK_K": min(whole, 4096), "num_warps": warps}
+        return {"kernel": "rows", "LATE": SMALL < n * k <= 2**25} | tile
+    split = max(1, min(2 * PROCESSORS * 32 // n, k // MIN_PART, MAX_PARTS))
+    return WeightTile(32, 128, 6).config(split)
+
+
 def _tile_of_16_rows(n: int, k: int) -> tuning.Config:
     """Tiles that fill the chip: a last round of a few programs takes as long as a full one. With tiles of 32 rows of
     the weight, 5120 and 2560 of them took 1.5 and 1.3 times as long as with the best."""

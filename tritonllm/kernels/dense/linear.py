@@ -4,6 +4,9 @@ Up to 64 rows, reading the weight bounds the product, and cuBLAS takes up to 1.7
 each size which of three is fastest: `portable/rows.py` (one or two rows), `portable/tiles.py`, or cuBLAS between
 kernels of their own for the norm, the activation and the addition. More rows are cuBLAS's. On Hopper some of both go to
 kernels of their own (``LINEAR`` and ``GATED_LINEAR``).
+
+A narrow weight (:mod:`tritonllm.kernels.dense.narrow`) is widened in the first two, in registers; more rows take it
+widened from memory, at 5 bytes an element beside their product.
 """
 
 import math
@@ -13,12 +16,13 @@ import triton
 
 from tritonllm import env
 from tritonllm.kernels.dense import invariant
-from tritonllm.kernels.dense.arguments import Fused, Operands
-from tritonllm.kernels.dense.choice import TORCH, default_config
+from tritonllm.kernels.dense.arguments import NOT_SCALED, Fused, Operands, Scaled
+from tritonllm.kernels.dense.choice import TORCH, default_config, default_narrow_config
 from tritonllm.kernels.dense.cpu import whole_rows
+from tritonllm.kernels.dense.narrow import check_narrow, scales_of, widen_numbers
 from tritonllm.kernels.dense.portable.rows import MAX_ROWS, launch_rows
 from tritonllm.kernels.dense.portable.tiles import launch_tiles
-from tritonllm.kernels.dense.weight import Weight, elements
+from tritonllm.kernels.dense.weight import NARROW, Weight, elements
 from tritonllm.kernels.elementwise import ACTIVATIONS, act_and_mul, apply_activation, rms_norm
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.checks import check_same_dtype, check_scaled, check_tensor, require
@@ -32,9 +36,11 @@ GATED = ("silu", "gelu", "gelu_tanh")
 _NAMES = ", ".join(ACTIVATIONS)
 
 
-def _reference(operands: Operands, fused: Fused) -> None:
+def _reference(operands: Operands, fused: Fused, scaled: Scaled = NOT_SCALED) -> None:
     x, weight, bias, norm_weight, out, _ = operands
     x = x.float()
+    if scaled.scales is not None:
+        weight = widen_numbers(weight, scaled, torch.float32)
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, fused.eps, weight_offset=fused.norm_offset)
     y = x @ weight.float().T
@@ -127,7 +133,7 @@ GATED_LINEAR = Variants(
 
 
 @register_op(mutates=("out", "workspace"), reference=_reference)
-def _linear(operands: Operands, fused: Fused) -> None:
+def _linear(operands: Operands, fused: Fused, scaled: Scaled) -> None:
     x, weight, bias, norm_weight, out, workspace = operands
     m, k = x.shape
     if out.numel() == 0:
@@ -135,29 +141,36 @@ def _linear(operands: Operands, fused: Fused) -> None:
     if k == 0:  # sums of nothing: what is left is the bias
         _reference(operands._replace(norm_weight=None), fused)
         return
-    few = LINEAR.own(x.device, x, weight, norm_weight, fused.together or 4 * weight.numel())
+    narrow = scaled.scales is not None
+    if narrow and m > MAX_M:
+        narrow, weight = False, widen_numbers(weight, scaled, x.dtype)
+        operands, scaled = operands._replace(weight=weight), NOT_SCALED
+    few = None if narrow else LINEAR.own(x.device, x, weight, norm_weight, fused.together or 4 * weight.numel())
     if few is not None:
         few.module.launch(operands, fused)
         return
     config = TORCH
-    if m <= MAX_M and not (fused.gated and GATED_LINEAR.own(x.device, x, weight, out)):
-        key = {"m": triton.next_power_of_2(m), "n": weight.shape[0], "k": k, "itemsize": weight.dtype.itemsize}
-        config = tuning.get_config("linear", x.device, default_config, **key, gated="yes" if fused.gated else "no")
+    key: dict[str, int | str] = {"m": triton.next_power_of_2(m), "n": weight.shape[0], "k": k}
+    key["gated"] = "yes" if fused.gated else "no"
+    if narrow:
+        config = tuning.get_config("linear_narrow", x.device, default_narrow_config, **key, group=scaled.group_columns)
+    elif m <= MAX_M and not (fused.gated and GATED_LINEAR.own(x.device, x, weight, out)):
+        config = tuning.get_config("linear", x.device, default_config, **key, itemsize=weight.dtype.itemsize)
     if config["kernel"] == "rows" and m <= MAX_ROWS:
-        launch_rows(operands, fused, config, dependent_launch(weight.device))
+        launch_rows(operands, fused, scaled, config, dependent_launch(weight.device))
         return
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, fused.eps, weight_offset=fused.norm_offset)
     if config["kernel"] == "tiles":
         operands = Operands(x, weight, bias, None, out, workspace)
-        launch_tiles(operands, fused, config, dependent_launch(weight.device))
+        launch_tiles(operands, fused, scaled, config, dependent_launch(weight.device))
     else:
-        _by_torch(x, weight, bias, out, fused)
+        _by_torch(x, widen_numbers(weight, scaled, x.dtype) if narrow else weight, bias, out, fused)
 
 
 def _checked(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: Weight,
     bias: torch.Tensor | None,
     norm_weight: torch.Tensor | None,
     activation: str | None,
@@ -169,9 +182,12 @@ def _checked(
     """``(x [M, K], what is written)`` after all checks."""
     check_tensor("x", x, [None] * max(x.dim(), 1))
     k = x.shape[-1]
-    check_tensor("weight", weight, ("N", k), like=x)
-    check_same_dtype("weight", weight, "x", x)
-    rows = weight.shape[0]
+    if weight.format in NARROW:
+        check_narrow("weight", weight, k, x)
+    else:
+        check_tensor("weight", elements("weight", weight), ("N", k), like=x)
+        check_same_dtype("weight", weight.data, "x", x)
+    rows = weight.data.shape[0]
     require(activation is None or activation in ACTIVATIONS, f"activation must be one of {_NAMES}, got {activation!r}")
     if gated:
         require(activation in GATED, f"activation must be {' or '.join(GATED)} if gated, got {activation!r}")
@@ -195,9 +211,9 @@ def _checked(
     return x.reshape(math.prod(x.shape[:-1]), k), out
 
 
-def multiply(operands: Operands, fused: Fused) -> torch.Tensor:
+def multiply(operands: Operands, fused: Fused, scaled: Scaled = NOT_SCALED) -> torch.Tensor:
     """:func:`linear` of matrices that are known to fit, as a layer's do in every step; returns what is written."""
-    _linear(*operands, *fused)
+    _linear(*operands, *fused, *scaled)
     return operands.out
 
 
@@ -231,7 +247,8 @@ def linear(
 
     Args:
         x: ``[..., K]`` float16, bfloat16 or float32; contiguous in the last dimension.
-        weight: ``[N, K]`` with the dtype of ``x``; contiguous in the last dimension. A tensor or a :class:`Weight`.
+        weight: ``[N, K]`` with the dtype of ``x``; contiguous in the last dimension. A tensor or a :class:`Weight`,
+            which may be ``"fp8"`` or ``"int8"``, too.
         bias: ``[N]`` with the dtype of ``x``.
         norm_weight: ``[K]`` float16, bfloat16 or float32; ``x`` is normalised first, as by :func:`rms_norm`.
         norm_eps: added to the mean square.
@@ -256,16 +273,17 @@ def linear(
         ``residual`` or ``out``.
 
     Raises:
-        ValueError: a shape, dtype or device that does not fit, another activation, both ``residual`` and ``out``, a
-            ``scale`` without ``residual``.
+        ValueError: a shape, dtype or device that does not fit, another format of weight or activation, both
+            ``residual`` and ``out``, a ``scale`` without ``residual``.
     """
-    weight = elements("weight", weight)
+    of = weight if isinstance(weight, Weight) else Weight(weight)
     check_scaled(scale, residual)
-    rows, target = _checked(x, weight, bias, norm_weight, activation, gated, residual, out, workspace)
+    rows, target = _checked(x, of, bias, norm_weight, activation, gated, residual, out, workspace)
     written = target.view(len(rows), target.shape[-1])
     _linear(
-        *(rows, weight, bias, norm_weight, written, workspace),
+        *(rows, of.data, bias, norm_weight, written, workspace),
         *Fused(norm_eps, norm_weight_offset, activation, gated, residual is not None, scale, constant_weight, together),
+        *scales_of(of),
     )
     return target
 

@@ -1,11 +1,14 @@
 """A weight as a value: its numbers, their scales, and the format that says how both lie in memory.
 
-Layers hold a :class:`Weight`, and public operations take one wherever they take a tensor. There are two formats.
-``plain``: elements of float16, bfloat16 or float32 as they are multiplied, ``[N, K]`` or of experts ``[E, N, K]``.
-``onednn``: laid out for the CPU's products, which alone can read it (:mod:`tritonllm.kernels.dense.cpu`).
+Layers hold a :class:`Weight`, and public operations take one wherever they take a tensor. The formats:
+
+- ``plain``: elements of float16, bfloat16 or float32 as they are multiplied, ``[N, K]`` or of experts ``[E, N, K]``;
+- ``onednn``: laid out for the CPU's products, which alone can read it (:mod:`tritonllm.kernels.dense.cpu`);
+- ``fp8``: float8_e4m3fn, and ``int8``: int8, ``[N, K]``, with float32 scales of groups (:class:`Groups`): an element
+  is its number times its group's scale. :func:`tritonllm.kernels.linear` alone reads these so far.
 
 The Triton kernels of products, experts and routers read a weight through :func:`tile_at` and :func:`load_tile`, so a
-narrow format, of a byte or less an element, is one more case there, with its scales. Hopper's kernels let the bulk copy
+narrow format is one more case there, with its scales. Hopper's kernels let the bulk copy
 engine read (:func:`tritonllm.kernels.hopper.descriptors.weight_descriptor`): a narrow tile lies in shared memory then,
 and is widened where the matrix unit takes its operands (``_weights`` of `sm90/tiles.py`, and `hopper/product.py`).
 """
@@ -18,11 +21,28 @@ import triton.language as tl
 
 from tritonllm.kernels.runtime.checks import require
 
-PLAIN, ONEDNN = "plain", "onednn"
+PLAIN, ONEDNN, FP8, INT8 = "plain", "onednn", "fp8", "int8"
+NARROW = {FP8: torch.float8_e4m3fn, INT8: torch.int8}  # formats with scales, and the dtype of their elements
 # Of a weight that a program asks for before the kernel before it ends. The four products of a layer, 5 to 32 rows, take
 # less on an H100: of Qwen3-0.6B 3 to 6%, a half of Llama-3.1-70B 1%, of Llama-3.1-8B and 3.2-1B 0 to 0.5%. With 64 KB
 # all but the half take more, up to 7%: what is asked for takes the memory's time from the kernel before.
 AHEAD_BYTES = 16 << 10
+
+
+class Groups(NamedTuple):
+    """The elements of a weight ``[N, K]`` that share a scale: rectangles, cut off at its edges.
+
+    Attributes:
+        rows: how many rows of the weight a group has.
+        columns: how many columns, a power of two of 16 or more; 0 for all of them.
+    """
+
+    rows: int = 1
+    columns: int = 0
+
+    def shape(self, n: int, k: int) -> tuple[int, int]:
+        """The shape of the scales of a weight ``[n, k]``."""
+        return triton.cdiv(n, self.rows), 1 if self.columns == 0 else triton.cdiv(k, self.columns)
 
 
 class Weight(NamedTuple):
@@ -30,13 +50,15 @@ class Weight(NamedTuple):
 
     Attributes:
         data: the elements, as the format says.
-        scales: the scales of formats that have them; ``None`` for both formats that there are.
-        format: ``"plain"`` or ``"onednn"``.
+        scales: ``groups.shape(N, K)`` float32 of the formats ``"fp8"`` and ``"int8"``, else ``None``.
+        format: ``"plain"``, ``"onednn"``, ``"fp8"`` or ``"int8"``.
+        groups: what shares a scale.
     """
 
     data: torch.Tensor
     scales: torch.Tensor | None = None
     format: str = PLAIN
+    groups: Groups = Groups()
 
 
 def elements(name: str, weight: torch.Tensor | Weight) -> torch.Tensor:

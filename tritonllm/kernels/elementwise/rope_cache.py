@@ -19,6 +19,7 @@ COMMON_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "orig
 KEYS: dict[str, set[str]] = {
     "default": set(),
     "linear": {"factor"},
+    "proportional": {"factor"},
     "dynamic": {"factor"},
     "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
     "yarn": {"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"},
@@ -53,6 +54,15 @@ def _frequencies(base: float, rotary_dim: int) -> torch.Tensor:
 
 def _linear(scaling: Scaling, base: float, rotary_dim: int) -> torch.Tensor:
     return _frequencies(base, rotary_dim) / _need(scaling, "factor")
+
+
+def _proportional(scaling: Scaling, base: float, rotary_dim: int) -> torch.Tensor:
+    """The long waves stand still: of the pairs, only the first ``partial_rotary_factor`` turn (Gemma 4)."""
+    part = scaling.get("partial_rotary_factor") or 1.0
+    require(part <= 1, f"scaling: partial_rotary_factor must be at most 1, got {part}")
+    frequencies = _frequencies(base, rotary_dim) / (scaling.get("factor") or 1.0)
+    frequencies[int(part * rotary_dim // 2) :] = 0.0
+    return frequencies
 
 
 def _dynamic(scaling: Scaling, base: float, rotary_dim: int, length: int, trained: int) -> torch.Tensor:
@@ -170,6 +180,7 @@ def build_cos_sin_cache(
 
             - ``default`` or ``None``: none.
             - ``linear``: ``factor``.
+            - ``proportional``: ``partial_rotary_factor``, which of the pairs turn at all (1); optional ``factor``.
             - ``dynamic``: ``factor``. A cache of rotated keys cannot follow a growing sequence, so the frequencies are
               those of a sequence of ``max_position`` tokens; up to the trained length that is no scaling.
             - ``llama3``: ``factor``, ``low_freq_factor``, ``high_freq_factor``.
@@ -202,6 +213,8 @@ def build_cos_sin_cache(
     match _type(scaling):
         case "linear":
             frequencies = _linear(scaling, base, rotary_dim)
+        case "proportional":
+            frequencies = _proportional(scaling, base, rotary_dim)
         case "dynamic":
             trained = max_position_embeddings or _need(scaling, "max_position_embeddings")
             frequencies = _dynamic(scaling, base, rotary_dim, max_position, trained)

@@ -23,12 +23,14 @@ from tritonllm.models.families import (
     exaone,
     experts,
     gemma,
+    gemma4,
     gpt,
     gpt_neo,
     granite,
     granite_moe,
     hunyuan,
     internlm,
+    laguna,
     llama,
     llama4,
     ministral,
@@ -47,8 +49,8 @@ from tritonllm.models.spec import ModelSpec
 Config = Mapping[str, Any]
 
 _DENSE = (llama, ministral, granite, apertus, olmo, exaone, internlm, gemma, nemotron, gpt, gpt_neo, starcoder, alibi)
-_OTHERS = (cohere_compass, nanochat, waves)
-_EXPERTS = (experts, sigmoid_experts, granite_moe, cohere_moe, llama4, aria, dbrx)
+_OTHERS = (cohere_compass, nanochat, gemma4, waves)
+_EXPERTS = (experts, sigmoid_experts, granite_moe, cohere_moe, llama4, aria, dbrx, laguna)
 _FILES = (*_DENSE, *_OTHERS, *_EXPERTS, ernie, hunyuan, bert)
 FAMILIES: dict[str, Family] = {name: family for file in _FILES for name, family in file.FAMILIES.items()}
 _ALIASES = {alias: name for name, family in FAMILIES.items() for alias in family.aliases}
@@ -196,9 +198,23 @@ def weight_map(spec: ModelSpec) -> dict[str, Slot]:
     return weight_names.weight_map(spec, names)
 
 
+def _of_shared_keys(spec: ModelSpec, family: Family) -> set[str]:
+    """What files may have of layers that read the keys of others: projections and norms that nothing computes with."""
+    names, found = family.names(spec), set[str]()
+    for place, layer in enumerate(spec.layers):
+        if not layer.attention.own_keys:
+            ends = [*names.qkv[1:], names.k_norm]
+            found |= {f"{names.layer.format(place)}.{end}.{kind}" for end in ends for kind in ("weight", "bias")}
+    if spec.text_of:
+        found |= {other for name in found for other in text_part.names_in_files(name)}
+    return found
+
+
 def is_extra(spec: ModelSpec, name: str) -> bool:
     """A tensor of the layers that draft tokens for this model, such as GLM-4.5's, and are not part of it."""
     family, _ = _find(spec.architecture)
+    if name in _of_shared_keys(spec, family):
+        return True
     if name.startswith(family.extra_names) or (spec.text_of and text_part.is_of_a_tower(name)):
         return True
     layers = range(spec.num_layers, spec.num_layers + family.extra_layers)

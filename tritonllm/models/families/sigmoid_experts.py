@@ -131,7 +131,7 @@ def _afmoe(config: ConfigReader) -> dict[str, Any]:
     check_fixed(config, score_func=("sigmoid",), route_norm=(True,), n_group=(1,), topk_group=(1,))
     norm, bias, rope = rms_norm(config), config.flag("attention_bias"), config.rope(head_size(config))
     every, count = config.size("global_attn_every_n_layers"), config.size("num_hidden_layers")
-    axes: dict[str, Any] = {"qkv_bias": bias, "o_bias": bias, "qk_norm": norm, "output_gate": True}
+    axes: dict[str, Any] = {"qkv_bias": bias, "o_bias": bias, "qk_norm": norm, "output_gate": "sigmoid"}
     attends = [
         attention(config, window=window, rope=None if window is None else rope, **axes)
         for window in config.windows([(i + 1) % every != 0 for i in range(count)])

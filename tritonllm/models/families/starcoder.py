@@ -34,7 +34,7 @@ def _gpt_bigcode_names(spec: ModelSpec) -> WeightNames:
         attention_norm="ln_1",
         mlp_norm="ln_2",
         qkv=("attn.c_attn",),
-        qkv_by_group=spec.num_kv_heads > 1,
+        qkv_by_group=spec.layers[0].attention.num_kv_heads > 1,
         o="attn.c_proj",
         up=("mlp.c_fc",),
         down="mlp.c_proj",

@@ -298,7 +298,7 @@ def _xielu(bound: Bound, result: Any) -> Cost:
     return Cost(8 * out.numel(), nbytes(bound["x"], bound["parameters"]), nbytes(out))
 
 
-def _sigmoid_gate(bound: Bound, result: Any) -> Cost:
+def _output_gate(bound: Bound, result: Any) -> Cost:
     out = bound["out"]
     return Cost(4 * out.numel(), nbytes(bound["x"], bound["gate"]), nbytes(out))
 
@@ -375,7 +375,7 @@ FORMULAS: dict[str, Callable[[Bound, Any], Cost | Later]] = {
     "tritonllm.moe_route": _route,
     "tritonllm.activation": _activation,
     "tritonllm.xielu": _xielu,
-    "tritonllm.sigmoid_gate": _sigmoid_gate,
+    "tritonllm.output_gate": _output_gate,
     "tritonllm.cap_logits": _cap,
     "aten.embedding": _rows,
     "aten.index_select": _rows,

@@ -13,7 +13,7 @@ kernel drains, or attention waits for its own results, the memory reads the next
 import triton
 import triton.language as tl
 
-from tritonllm.kernels.dense.arguments import Fused, Operands
+from tritonllm.kernels.dense.arguments import Fused, Operands, Scaled
 from tritonllm.kernels.dense.weight import load_tile, tile_at
 from tritonllm.kernels.elementwise import activate
 from tritonllm.kernels.runtime import tuning
@@ -28,6 +28,7 @@ def linear_rows_kernel(
     weight_ptr,  # [N, K]; [2 N, K] if GATED
     bias_ptr,  # [N] or [2 N], or None
     norm_ptr,  # [K] weight of the RMS norm of x, or None
+    scales_ptr,  # [weight rows / GROUP_N, K / GROUP_K] float32, or None
     out_ptr,  # [M, N]; read too if ADD
     M,
     N,
@@ -37,6 +38,7 @@ def linear_rows_kernel(
     scale,
     stride_x,
     stride_weight,
+    stride_scales,
     stride_out,
     ACT: tl.constexpr,
     GATED: tl.constexpr,
@@ -47,6 +49,8 @@ def linear_rows_kernel(
     TILES: tl.constexpr,  # along K
     EVEN_K: tl.constexpr,  # BLOCK_K divides K
     ROWS: tl.constexpr,  # M rounded up to a power of two
+    GROUP_N: tl.constexpr,
+    GROUP_K: tl.constexpr,  # divides BLOCK_K; 0: a group has all columns
     BLOCK_N: tl.constexpr,  # rows of the weight, two for each column of the output if GATED
     BLOCK_K: tl.constexpr,
 ):
@@ -66,6 +70,11 @@ def linear_rows_kernel(
         wait_for_previous(PDL)
     weights: tl.tuple = ()
     norms: tl.tuple = ()
+    factors: tl.tuple = ()
+    if scales_ptr is not None:
+        p_factor = tile_at(scales_ptr, b_row // GROUP_N, 0, stride_scales)
+        if not GROUP_K:
+            factors += (tl.reshape(tl.load(p_factor), [BLOCK_N]),)
     for t in tl.static_range(TILES):
         at = t * BLOCK_K + b_k
         # each weight is used once: other lines shall stay in the cache rather than these
@@ -75,6 +84,9 @@ def linear_rows_kernel(
             weights += (load_tile(p_weight, t * BLOCK_K, at < K, "evict_first"),)
         if norm_ptr is not None:
             norms += (tl.load(norm_ptr + at, mask=at < K, other=0.0),)
+        if GROUP_K:
+            b_group = t * (BLOCK_K // GROUP_K) + tl.arange(0, BLOCK_K // GROUP_K)[None, :]
+            factors += (tl.load(p_factor + b_group, mask=b_group * GROUP_K < K, other=0.0),)
     if LATE:
         let_next_start(PDL)
     if EARLY:
@@ -85,7 +97,10 @@ def linear_rows_kernel(
         m_out = m_col & (m < M)
         if ADD:
             b_before = tl.load(p_out, mask=m_out, other=0.0).to(tl.float32)
-        b_sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+        if GROUP_K:
+            b_y = tl.zeros([BLOCK_N], tl.float32)
+        else:
+            b_sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
         b_squares = tl.zeros([1, BLOCK_K], tl.float32)
         for t in tl.static_range(TILES):
             at = t * BLOCK_K + b_k
@@ -93,8 +108,15 @@ def linear_rows_kernel(
             if norm_ptr is not None:
                 b_squares += b_x * b_x
                 b_x *= norms[t].to(tl.float32) + norm_offset
-            b_sums += weights[t].to(tl.float32) * b_x
-        b_y = tl.sum(b_sums, axis=1)
+            if GROUP_K:
+                b_products = tl.reshape(weights[t].to(tl.float32) * b_x, [BLOCK_N, BLOCK_K // GROUP_K, GROUP_K])
+                b_y += tl.sum(tl.sum(b_products, axis=2) * factors[t], axis=1)
+            else:
+                b_sums += weights[t].to(tl.float32) * b_x
+        if not GROUP_K:
+            b_y = tl.sum(b_sums, axis=1)
+            if scales_ptr is not None:
+                b_y *= factors[0]
         if norm_ptr is not None:  # one factor for the whole row of x, so it can wait until the end
             b_y *= tl.rsqrt(tl.sum(b_squares) / K + eps)
         if bias_ptr is not None:
@@ -109,15 +131,18 @@ def linear_rows_kernel(
         tl.store(p_out, b_y.to(out_ptr.dtype.element_ty), mask=m_out)
 
 
-def launch_rows(operands: Operands, fused: Fused, config: tuning.Config, launch: dict[str, bool]) -> None:
+def launch_rows(
+    operands: Operands, fused: Fused, scaled: Scaled, config: tuning.Config, launch: dict[str, bool]
+) -> None:
     x, weight, bias, norm_weight, out, _ = operands
     m, k = x.shape
-    block_n, block_k = config["BLOCK_N"], config["BLOCK_K"]
+    block_n, block_k = config["BLOCK_N"], max(config["BLOCK_K"], scaled.group_columns)
     linear_rows_kernel[(triton.cdiv(weight.shape[0], block_n),)](
         x,
         weight,
         bias,
         norm_weight,
+        scaled.scales,
         out,
         m,
         out.shape[1],
@@ -127,6 +152,7 @@ def launch_rows(operands: Operands, fused: Fused, config: tuning.Config, launch:
         fused.scale,
         x.stride(0),
         weight.stride(0),
+        None if scaled.scales is None else scaled.scales.stride(0),
         out.stride(0),
         ACT=fused.activation,
         GATED=fused.gated,
@@ -136,6 +162,8 @@ def launch_rows(operands: Operands, fused: Fused, config: tuning.Config, launch:
         TILES=triton.cdiv(k, block_k),
         EVEN_K=k % block_k == 0,
         ROWS=triton.next_power_of_2(m),
+        GROUP_N=scaled.group_rows,
+        GROUP_K=scaled.group_columns,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         num_warps=config["num_warps"],

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonllm.kernels.dense.arguments import Fused, Operands
+from tritonllm.kernels.dense.arguments import Fused, Operands, Scaled
 from tritonllm.kernels.dense.weight import fetch_ahead, lines_ahead, load_tile, tile_at
 from tritonllm.kernels.elementwise import activate
 from tritonllm.kernels.runtime import tuning
@@ -23,6 +23,7 @@ def linear_tiles_kernel(
     x_ptr,  # [M, K]
     weight_ptr,  # [N, K]; [2 N, K] if GATED
     bias_ptr,  # [N] or [2 N], or None
+    scales_ptr,  # [weight rows / GROUP_N, K / GROUP_K] float32, or None
     out_ptr,  # [M, N]; read too if ADD
     part_ptr,  # [SPLIT_K, M, weight rows] float32
     count_ptr,  # [programs along N] int32 zeros, which they are again in the end
@@ -32,6 +33,7 @@ def linear_tiles_kernel(
     scale,
     stride_x,
     stride_weight,
+    stride_scales,
     stride_out,
     ACT: tl.constexpr,
     GATED: tl.constexpr,
@@ -43,6 +45,8 @@ def linear_tiles_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    GROUP_N: tl.constexpr,
+    GROUP_K: tl.constexpr,  # BLOCK_K divides it; 0: a group has all columns
     AHEAD: tl.constexpr,  # lines of each row of the weight that are asked for before the kernel before this one ends
 ):
     let_next_start(PDL)
@@ -59,6 +63,8 @@ def linear_tiles_kernel(
     at = tl.arange(0, BLOCK_K)[None, :]
     p_weight = tile_at(weight_ptr, b_row, at, stride_weight)
     p_x = x_ptr + b_m * stride_x + at
+    if scales_ptr is not None:
+        p_factor = scales_ptr + (b_row // GROUP_N).to(tl.int64) * stride_scales
     m_m = b_m < M
     steps = tl.cdiv(K, BLOCK_K)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -74,7 +80,11 @@ def linear_tiles_kernel(
             m_k = at + start < K
             b_weight = load_tile(p_weight, start, m_k, "evict_first")
             b_x = tl.load(p_x + start, mask=m_m & m_k, other=0.0)
-        acc = tl.dot(b_x, tl.trans(b_weight), acc, input_precision="ieee")
+        if GROUP_K:
+            b_product = tl.dot(b_x, tl.trans(b_weight.to(b_x.dtype)), input_precision="ieee")
+            acc += b_product * tl.load(p_factor + start // GROUP_K)[None, :]
+        else:
+            acc = tl.dot(b_x, tl.trans(b_weight.to(b_x.dtype)), acc, input_precision="ieee")
     last = True
     if SPLIT_K > 1:
         rows = tl.num_programs(0) * BLOCK_N
@@ -89,6 +99,8 @@ def linear_tiles_kernel(
             for i in tl.static_range(SPLIT_K):
                 acc += tl.load(p_part + i * stride_part, mask=m_m, other=0.0, cache_modifier=".cg")
     if last:
+        if scales_ptr is not None and not GROUP_K:
+            acc *= tl.load(p_factor)[None, :]
         if bias_ptr is not None:
             acc += tl.load(bias_ptr + b_row).to(tl.float32)[None, :]
         if GATED:
@@ -105,10 +117,12 @@ def linear_tiles_kernel(
         tl.store(p_out, b_y.to(out_ptr.dtype.element_ty), mask=m_out)
 
 
-def launch_tiles(operands: Operands, fused: Fused, config: tuning.Config, launch: dict[str, bool]) -> None:
+def launch_tiles(
+    operands: Operands, fused: Fused, scaled: Scaled, config: tuning.Config, launch: dict[str, bool]
+) -> None:
     x, weight, bias, _, out, workspace = operands
     (m, k), (rows, _) = x.shape, weight.shape
-    block_k, split = config["BLOCK_K"], config["SPLIT_K"]
+    block_k, split = min(config["BLOCK_K"], scaled.group_columns or config["BLOCK_K"]), config["SPLIT_K"]
     tiles = triton.cdiv(rows, config["BLOCK_N"])
     parts = count = None
     if split > 1:
@@ -118,6 +132,7 @@ def launch_tiles(operands: Operands, fused: Fused, config: tuning.Config, launch
         x,
         weight,
         bias,
+        scaled.scales,
         out,
         parts,
         count,
@@ -127,6 +142,7 @@ def launch_tiles(operands: Operands, fused: Fused, config: tuning.Config, launch
         fused.scale,
         x.stride(0),
         weight.stride(0),
+        None if scaled.scales is None else scaled.scales.stride(0),
         out.stride(0),
         ACT=fused.activation,
         GATED=fused.gated,
@@ -137,6 +153,8 @@ def launch_tiles(operands: Operands, fused: Fused, config: tuning.Config, launch
         BLOCK_M=max(16, triton.next_power_of_2(m)),
         BLOCK_N=config["BLOCK_N"],
         BLOCK_K=block_k,
+        GROUP_N=scaled.group_rows,
+        GROUP_K=scaled.group_columns,
         AHEAD=lines_ahead(config["BLOCK_N"], k // split, weight) if fused.constant_weight else 0,
         num_warps=config["num_warps"],
         **launch,

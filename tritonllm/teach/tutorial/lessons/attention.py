@@ -135,7 +135,8 @@ def _without_cache(lab: Lab, prompt: list[int], computed: int) -> Iterator[Step]
 
 def _bytes(lab: Lab) -> Iterator[Step]:
     spec = lab.model.spec
-    heads, kv_heads, size = spec.layers[0].attention.num_heads, spec.num_kv_heads, spec.head_size
+    attention = spec.layers[0].attention
+    heads, kv_heads, size = attention.num_heads, attention.num_kv_heads, attention.head_size
     yield Say(
         f"""
         The cache costs memory. The demo model has {spec.num_layers} layers. In each of them a token has {heads} query

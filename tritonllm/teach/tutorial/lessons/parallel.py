@@ -114,6 +114,7 @@ def _in_the_engine(lab: Lab, sums: int) -> Iterator[Step]:
         """,
     )
     alone = Lab()
+    part, whole = spec.layers[0].attention, alone.model.spec.layers[0].attention
     yield LessonQuestion(
         f"In one process a token takes {alone.bytes_per_token} bytes of cache (lesson 1). How many does it take in "
         f"each of the {RANKS} ranks?",
@@ -125,9 +126,9 @@ def _in_the_engine(lab: Lab, sums: int) -> Iterator[Step]:
         ),
         ["The key and value heads are dealt out, too."],
         f"""
-        {lab.bytes_per_token}: each rank has {spec.num_kv_heads} of the {alone.model.spec.num_kv_heads} key
-        heads and {spec.layers[0].attention.num_heads} of the {alone.model.spec.layers[0].attention.num_heads}
-        query heads. So the same memory of a GPU now holds twice the tokens, besides half of the weights.
+        {lab.bytes_per_token}: each rank has {part.num_kv_heads} of the {whole.num_kv_heads} key heads and
+        {part.num_heads} of the {whole.num_heads} query heads. So the same memory of a GPU now holds twice the tokens,
+        besides half of the weights.
         """,
     )
 

@@ -10,7 +10,7 @@ from tritonllm.models.interface import CausalLM
 
 
 class TakesWeights(Protocol):
-    """An engine, as far as its model's weights go."""
+    """An engine, or a rank of one, as far as its model's weights go."""
 
     @property
     def model(self) -> CausalLM: ...
@@ -36,8 +36,8 @@ class ServedModel:
         return self._engine.load_weights(weights)
 
 
-def model_executor(engine: TakesWeights) -> SimpleNamespace:
+def model_executor(engine: TakesWeights, rank: int = 0) -> SimpleNamespace:
     """What vLLM has between an engine and its model, as far as scripts go through it:
     ``driver_worker.model_runner.model``."""
     model_runner = SimpleNamespace(model=ServedModel(engine))
-    return SimpleNamespace(driver_worker=SimpleNamespace(rank=0, model_runner=model_runner))
+    return SimpleNamespace(driver_worker=SimpleNamespace(rank=rank, model_runner=model_runner))

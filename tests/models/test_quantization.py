@@ -1,0 +1,109 @@
+"""Narrow weights made at the start: the engine computes with their numbers, on one rank and on several."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.engines import greedy, tiny_llm, token_ids
+from support.ranks import run_ranks
+from support.tiny_models import PagedRunner, PagedSequence, random_tokens, tiny_config, write_checkpoint
+
+from tritonllm.config.engine import EngineConfig
+from tritonllm.engine.start.precompile import Target, kernels_of
+from tritonllm.kernels import quantize_weight, widen_weight
+from tritonllm.models import checkpoint
+from tritonllm.models.decoder import Decoder
+from tritonllm.models.families import spec_from_config
+from tritonllm.models.quantization import quantize_layers
+from tritonllm.models.weights import load_weights
+
+LAYER = ".layers."
+
+
+def widened(folder, to, quantization):
+    """The checkpoint whose matrices of layers hold the numbers that the narrow format leaves of them."""
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if LAYER in name and tensor.dim() == 2:
+            tensors[name] = widen_weight(quantize_weight(tensor, quantization), tensor.dtype)
+    to.mkdir()
+    for path in folder.iterdir():
+        if path.suffix == ".json":
+            (to / path.name).write_bytes(path.read_bytes())
+    save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
+    return to
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("narrow")
+    write_checkpoint(folder, tiny_config("qwen3"), seed=5)
+    return folder
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "int8"])
+def test_an_engine_computes_with_the_numbers_of_the_format(folder, tmp_path, quantization):
+    prompts, how = [random_tokens(n, 100, seed=n) for n in (3, 21)], {"skip_tokenizer_init": True, "dtype": "float32"}
+    params = greedy(8, logprobs=0)
+    found = tiny_llm(folder, quantization=quantization, **how).generate(prompts, params)
+    expected = tiny_llm(widened(folder, tmp_path / "wide", quantization), **how).generate(prompts, params)
+    plain = tiny_llm(folder, **how).generate(prompts, params)
+    sums = [[one.outputs[0].cumulative_logprob for one in each] for each in (found, expected, plain)]
+    assert token_ids(found) == token_ids(expected) and sums[0] == pytest.approx(sums[1], abs=1e-4)
+    assert sums[0] != pytest.approx(sums[2], abs=1e-4)
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "int8"])
+def test_ranks_have_the_weights_of_one(folder, quantization):
+    """Rows that are cut have one scale on all ranks."""
+    tokens = random_tokens(11, 100, seed=2)
+
+    def logits(group):
+        spec = spec_from_config(checkpoint.read_config(folder))
+        sizes = {"dtype": torch.float32, "device": torch.device("cpu"), "max_model_len": 64}
+        model = Decoder(spec, **sizes, group=group)
+        load_weights(model, folder)
+        quantize_layers(model, quantization)
+        return PagedRunner(model).prefill(PagedSequence(), tokens)
+
+    (alone,), ranks = run_ranks(1, logits), run_ranks(2, logits)
+    for each in ranks:
+        assert (each - alone).norm() <= 1e-5 * alone.norm()
+
+
+def test_what_a_start_compiles_reads_narrow_weights():
+    """Found on meta tensors, whose weights have no numbers."""
+    spec = spec_from_config(tiny_config("qwen3"))
+    target = Target(arch=90, name=None, dtype=torch.bfloat16, max_model_len=64)
+    asked = {}
+    for quantization in (None, "fp8", "int8"):
+        config = EngineConfig.from_kwargs(
+            model="tiny", max_num_seqs=4, max_num_batched_tokens=128, quantization=quantization
+        )
+        asked[quantization] = {(k.name, str(k.source.signature)) for k in kernels_of(spec, config, target)}
+    for quantization, kind in (("fp8", "fp8e4nv"), ("int8", "i8")):
+        new = {name for name, signature in asked[quantization] if f"*{kind}" in signature}
+        assert {"linear_rows_kernel", "linear_tiles_kernel", "_widen_kernel"} <= new, new
+    assert not any("fp8" in signature for _, signature in asked[None])
+
+
+def test_what_cannot_be_narrow_is_refused_before_any_work(folder, tmp_path):
+    (tmp_path / "moe").mkdir()
+    write_checkpoint(tmp_path / "moe", tiny_config("qwen3_moe"), seed=5)
+    with pytest.raises(ValueError, match=r"quantization='fp8': experts \(Qwen3MoeForCausalLM\) have 16-bit weights"):
+        tiny_llm(tmp_path / "moe", quantization="fp8", skip_tokenizer_init=True)
+    with pytest.raises(ValueError, match="quantization must be one of fp8, int8, got 'awq'"):
+        tiny_llm(folder, quantization="awq")
+    with pytest.raises(ValueError, match="quantization: products of narrow weights are not batch invariant"):
+        tiny_llm(folder, quantization="int8", deterministic=True)
+
+
+def test_weights_do_not_change_under_a_narrow_model(folder):
+    llm = tiny_llm(folder, quantization="int8", skip_tokenizer_init=True, enable_sleep_mode=True)
+    with pytest.raises(ValueError, match="reload_weights: weights are made narrow at the start only"):
+        llm.reload_weights(str(folder))
+    with pytest.raises(ValueError, match="level=2 drops weights, and narrow ones are made at the start only"):
+        llm.sleep(level=2)
+    before = token_ids(llm.generate([[1, 2, 3]], greedy(4)))
+    llm.sleep(level=1)
+    llm.wake_up()
+    assert token_ids(llm.generate([[1, 2, 3]], greedy(4))) == before

@@ -1,0 +1,60 @@
+"""Narrow weights in a true shape on a GPU: the model and the engine compute with the numbers that the format left."""
+
+import json
+
+import pytest
+import torch
+from support.compare import relative_error
+from support.engines import greedy, token_ids
+from support.real_configs import QWEN3_0_6B
+from support.tiny_models import PagedRunner, PagedSequence, random_tokens
+
+from tritonllm import LLM
+from tritonllm.layers.linear import Linear
+from tritonllm.models.decoder import Decoder
+from tritonllm.models.families import spec_from_config
+from tritonllm.models.quantization import quantize_layers
+from tritonllm.models.weights import dummy_weights
+
+pytestmark = pytest.mark.gpu
+CONFIG = {**QWEN3_0_6B, "num_hidden_layers": 4}
+LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+def new(device, dtype):
+    model = Decoder(spec_from_config(CONFIG), dtype=dtype, device=device, max_model_len=512)
+    dummy_weights(model, seed=3)
+    return model
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("quantization", ["fp8", "int8"])
+def test_logits_are_those_of_the_widened_weights(device, quantization, dtype):
+    """Of many rows, of some, and of one: three kinds of kernels."""
+    narrow, wide = new(device, dtype), new(device, dtype)
+    quantize_layers(narrow, quantization)
+    for mine, other in zip(narrow.layers.modules(), wide.layers.modules(), strict=True):
+        if isinstance(mine, Linear):
+            other.weight.copy_(mine.weight.float() * mine.scales)
+    chunks = [random_tokens(n, CONFIG["vocab_size"], seed=n) for n in (130, 64, 17, 2, 1, 1)]
+    logits = []
+    for model in (narrow, wide):
+        runner, sequence = PagedRunner(model, block_size=16), PagedSequence()
+        logits.append([runner.step([(sequence, tokens)])[0] for tokens in chunks])
+    for found, expected in zip(*logits, strict=True):
+        assert relative_error(found, expected) <= LIMITS[dtype]
+
+
+def test_engine(tmp_path):
+    """Captured or not, in any batch, the same tokens; and the layers' weights take half the memory."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    prompts = [random_tokens(n, 10000, seed=n) for n in (1, 300, 33, 128, 2)]
+    settings = {"load_format": "dummy", "skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 512}
+    settings |= {"num_blocks": 512, "max_num_seqs": 8, "quantization": "fp8"}
+    llm = LLM(str(tmp_path), **settings)
+    together = token_ids(llm.generate(prompts, greedy(16)))
+    assert together == [token_ids(llm.generate([prompt], greedy(16)))[0] for prompt in prompts]
+    layers = llm.engine._runner._model.layers
+    of_products = [module.weight for module in layers.modules() if isinstance(module, Linear)]
+    assert all(weight.dtype == torch.float8_e4m3fn for weight in of_products)
+    assert token_ids(LLM(str(tmp_path), **settings, enforce_eager=True).generate(prompts, greedy(16))) == together

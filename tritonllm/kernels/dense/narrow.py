@@ -1,0 +1,198 @@
+"""Narrow weights: 16-bit weights as a byte an element with scales, and back.
+
+A product of few rows takes as long as its weights take to be read, so half the bytes are half the time. The numbers are
+widened where they are multiplied; activations stay as they are (weight-only quantization). float8: Micikevicius et al.,
+"FP8 Formats for Deep Learning" (2022); scales by row: Dettmers et al., "LLM.int8()" (2022); by blocks of 128 x 128:
+DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from tritonllm.kernels.dense.arguments import NOT_SCALED, Scaled
+from tritonllm.kernels.dense.weight import FP8, INT8, NARROW, PLAIN, Groups, Weight, load_tile, tile_at
+from tritonllm.kernels.runtime.checks import check_tensor, require
+from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
+from tritonllm.kernels.runtime.registry import register_op, with_reference
+
+LARGEST = {FP8: 448.0, INT8: 127.0}
+SMALLEST = 2.0**-100  # a group whose largest magnitude is below counts as if it were this: its scale is not 0
+BY_ROW = Groups()
+_BLOCK_N, _BLOCK_K = 8, 512
+
+
+def _spread(scales: torch.Tensor, groups: Groups, n: int, k: int) -> torch.Tensor:
+    """The scale of each element, a view of ``[n, k]`` or a copy."""
+    rows = scales if groups.rows == 1 else scales.repeat_interleave(groups.rows, dim=0)[:n]
+    return rows.expand(n, k) if groups.columns == 0 else rows.repeat_interleave(groups.columns, dim=1)[:, :k]
+
+
+def _largest(weight: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """The largest magnitude of each group, float32."""
+    (n, k), (down, across) = weight.shape, groups.shape(*weight.shape)
+    rows, columns = groups.rows, groups.columns or k
+    whole = torch.nn.functional.pad(weight.abs(), (0, across * columns - k, 0, down * rows - n))
+    return whole.view(down, rows, across, columns).amax((1, 3)).float()
+
+
+def quantize_weight(
+    weight: torch.Tensor, format: str, groups: Groups = BY_ROW, *, largest: torch.Tensor | None = None
+) -> Weight:
+    """A weight in a narrow format, each number rounded to the nearest; in plain torch, on the weight's device.
+
+    Scales of ``"fp8"`` are powers of two: float8 is as exact with these as with any, up to the smallest numbers of a
+    group, and widened numbers are exact in bfloat16, so that all products of a weight have the same factors.
+
+    Args:
+        weight: ``[N, K]`` float16, bfloat16 or float32.
+        format: ``"fp8"`` (float8_e4m3fn, up to 448) or ``"int8"`` (-127 to 127).
+        groups: what shares a scale; by default each row has one.
+        largest: ``groups.shape(N, K)`` float32, the largest magnitude of each group, where the weight is a part of one;
+            by default its own.
+
+    Raises:
+        ValueError: another format, groups that are not :class:`~tritonllm.kernels.Groups`, or numbers that are not
+            finite.
+    """
+    require(format in NARROW, f"format must be one of {', '.join(NARROW)}, got {format!r}")
+    check_tensor("weight", weight, (None, None))
+    check_groups(groups)
+    n, k = weight.shape
+    if not weight.numel():
+        return Weight(weight.to(NARROW[format]), weight.new_ones(groups.shape(n, k)).float(), format, groups)
+    largest = _largest(weight, groups) if largest is None else largest
+    check_tensor("largest", largest, groups.shape(n, k), dtype=torch.float32, like=weight)
+    require(bool(torch.isfinite(largest).all()), "weight must be finite: a narrow format has no place for NaN and inf")
+    scales = largest.clamp(min=SMALLEST) / LARGEST[format]
+    if format == FP8:
+        mantissa, exponent = torch.frexp(scales)
+        scales = torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).int())
+    numbers = (weight.float() / _spread(scales, groups, n, k)).clamp(-LARGEST[format], LARGEST[format])
+    return Weight((numbers.round() if format == INT8 else numbers).to(NARROW[format]), scales, format, groups)
+
+
+def check_groups(groups: Groups) -> None:
+    """Check that kernels take these groups.
+
+    Raises:
+        ValueError: no rows, or columns that are no power of two from 16 to 4096.
+    """
+    columns = groups.columns
+    require(groups.rows >= 1, f"groups.rows must be 1 or more, got {groups.rows}")
+    fits = columns == 0 or (16 <= columns <= 4096 and columns & (columns - 1) == 0)
+    require(fits, f"groups.columns must be 0 (all) or a power of two from 16 to 4096, got {columns}")
+
+
+def check_narrow(name: str, weight: Weight, k: int, x: torch.Tensor) -> None:
+    """Check a weight ``[N, k]`` in a narrow format, on the device of ``x``.
+
+    Raises:
+        ValueError: a shape, dtype, format or device that does not fit; float8 on a chip that cannot convert it.
+    """
+    require(
+        weight.format in NARROW, f"{name} must be a plain or a narrow weight, got one of the format {weight.format!r}"
+    )
+    check_tensor(f"{name}.data", weight.data, ("N", k), dtype=NARROW[weight.format], like=x)
+    check_groups(weight.groups)
+    require(weight.scales is not None, f"{name}.scales must be there for the format {weight.format!r}")
+    assert weight.scales is not None
+    shape = weight.groups.shape(len(weight.data), k)
+    check_tensor(f"{name}.scales", weight.scales, shape, dtype=torch.float32, like=x)
+    if weight.format == FP8 and x.is_cuda:
+        major, minor = torch.cuda.get_device_capability(x.device)
+        require(
+            (major, minor) >= (8, 9),
+            f"{name} is float8 on a GPU of compute capability {major}.{minor}, and float8 needs 8.9 or more: use int8",
+        )
+
+
+@triton.jit
+def _widen_kernel(
+    data_ptr,  # [N, K]
+    scales_ptr,  # [N / GROUP_N, K / GROUP_K]
+    out_ptr,  # [N, K]
+    N,
+    K,
+    stride_data,
+    stride_scales,
+    stride_out,
+    GROUP_N: tl.constexpr,
+    GROUP_K: tl.constexpr,  # 0: a group has all columns
+    EVEN_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program: one tile."""
+    wait_for_previous(PDL)
+    b_row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    b_row = tl.minimum(b_row, N - 1)  # rows beyond the last are written again, with what they have
+    b_k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    m_k = None if EVEN_K else b_k < K
+    b_numbers = load_tile(tile_at(data_ptr, b_row, b_k, stride_data), 0, m_k, "evict_first").to(tl.float32)
+    if GROUP_K:
+        b_scale = tl.load(tile_at(scales_ptr, b_row // GROUP_N, tl.minimum(b_k, K - 1) // GROUP_K, stride_scales))
+    else:
+        b_scale = tl.load(tile_at(scales_ptr, b_row // GROUP_N, 0, stride_scales))
+    let_next_start(PDL)
+    tl.store(tile_at(out_ptr, b_row, b_k, stride_out), (b_numbers * b_scale).to(out_ptr.dtype.element_ty), mask=m_k)
+
+
+def _widen_reference(data: torch.Tensor, out: torch.Tensor, scaled: Scaled) -> None:
+    assert scaled.scales is not None
+    groups = Groups(scaled.group_rows, scaled.group_columns)
+    out.copy_(data.float() * _spread(scaled.scales, groups, *data.shape))
+
+
+@register_op(mutates=("out",), reference=_widen_reference)
+def _widen(data: torch.Tensor, out: torch.Tensor, scaled: Scaled) -> None:
+    (n, k), scales = data.shape, scaled.scales
+    if not data.numel():
+        return
+    assert scales is not None
+    _widen_kernel[(triton.cdiv(k, _BLOCK_K), triton.cdiv(n, _BLOCK_N))](
+        *(data, scales, out, n, k, data.stride(0), scales.stride(0), out.stride(0)),
+        GROUP_N=scaled.group_rows,
+        GROUP_K=scaled.group_columns,
+        EVEN_K=k % _BLOCK_K == 0,
+        BLOCK_N=_BLOCK_N,
+        BLOCK_K=_BLOCK_K,
+        num_warps=4,
+        **dependent_launch(out.device),
+    )
+
+
+def scales_of(weight: Weight) -> Scaled:
+    """What kernels take of a weight beside its numbers."""
+    return NOT_SCALED if weight.scales is None else Scaled(weight.scales, *weight.groups)
+
+
+def widen_numbers(data: torch.Tensor, scaled: Scaled, dtype: torch.dtype) -> torch.Tensor:
+    """:func:`widen_weight` of what is known to fit."""
+    out = torch.empty(data.shape, dtype=dtype, device=data.device)
+    _widen(data, out, *scaled)
+    return out
+
+
+def widen_weight(weight: Weight, dtype: torch.dtype, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The numbers of a weight times their scales, ``[N, K]``; those of a plain weight as they are.
+
+    Args:
+        weight: in the format ``"plain"``, ``"fp8"`` or ``"int8"``.
+        dtype: float16, bfloat16 or float32, to which each is rounded.
+        out: ``[N, K]`` of that dtype to write into; by default a new tensor.
+
+    Raises:
+        ValueError: a shape, dtype, format or device that does not fit.
+    """
+    if weight.format == PLAIN:
+        return weight.data.to(dtype) if out is None else out.copy_(weight.data)
+    check_narrow("weight", weight, weight.data.shape[-1], weight.data)
+    out = torch.empty(weight.data.shape, dtype=dtype, device=weight.data.device) if out is None else out
+    check_tensor("out", out, tuple(weight.data.shape), dtype=dtype, like=weight.data)
+    _widen(weight.data, out, *scales_of(weight))
+    return out
+
+
+widen_weight_ref = with_reference(widen_weight)
