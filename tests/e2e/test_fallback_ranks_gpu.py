@@ -9,7 +9,7 @@ import torch
 from models.causal_types import VOCABULARY, build, tiny
 from support.engines import greedy, tiny_llm, token_ids
 from support.tiny_models import random_tokens
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from tritonllm import LLM, SamplingParams
 
@@ -19,13 +19,16 @@ PROMPTS = [random_tokens(n, VOCABULARY, seed=n) for n in (1, 3, 17, 33, 40, 26)]
 RANKS = [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}]
 
 
-@pytest.fixture(scope="module", params=["sparse", "dense"])
+@pytest.fixture(scope="module", params=["phimoe", "beam", "beam, dense"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With experts, which transformers may choose on the host, and without: that one's steps are CUDA graphs."""
-    found, config = tmp_path_factory.mktemp(request.param), tiny("beam")
-    if request.param == "dense":
+    model_type, *dense = request.param.split(", ")
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip("a type that this release of transformers does not know")
+    found, config = tmp_path_factory.mktemp("dense" if dense else "sparse"), tiny(model_type)
+    if dense:
         config.mlp_layer_types = ["dense"] * config.num_hidden_layers
-    build(config, "beam").save_pretrained(found)
+    build(config, model_type).save_pretrained(found)
     return found
 
 

@@ -97,15 +97,24 @@ def default_config(m: int, n: int, k: int, itemsize: int, gated: str) -> tuning.
 
 
 def default_narrow_config(m: int, n: int, k: int, gated: str, group: int) -> tuning.Config:
-    """For weights of a byte an element, up to 64 rows; ``group``: the columns that share a scale, 0 for all."""
+    """For weights of a byte an element, up to 64 rows; ``group``: the columns that share a scale, 0 for all.
+
+    Of some 15 configurations for four weights, fp8 with a scale for each row, on an H200. One row: 256 weights a thread
+    of a large one (28672 x 4096 in 28.8 us, of which its bytes take 27.3; bf16 53), else 64. More rows: four programs a
+    processor find room. Widening costs more than reading from some 20 rows on: 64 of 28672 x 4096 take 82 us, in bf16
+    60 (docs/notebook/narrow-products.md).
+    """
+    small = n * k <= SMALL
     if m == 1:
-        block_n = 4 if n >= 2048 else 2
-        whole = max(32, triton.next_power_of_2(k))
-        warps = min(8, max(1, block_n * whole // (32 * 64)))
-        tile = {"BLOCK_N": block_n, "BLOCK_K": min(whole, 4096), "num_warps": warps}
+        large = n * k > 2**24
+        block_n = 4 if k <= 4096 and n >= 2048 else 2
+        tile = {"BLOCK_N": block_n, "BLOCK_K": min(max(32, triton.next_power_of_2(k)), 4096)}
+        weights = block_n * triton.next_power_of_2(k)
+        tile["num_warps"] = min(8, max(1, weights // (32 * (256 if large else 64))))
         return {"kernel": "rows", "LATE": SMALL < n * k <= 2**25} | tile
-    split = max(1, min(2 * PROCESSORS * 32 // n, k // MIN_PART, MAX_PARTS))
-    return WeightTile(32, 128, 6).config(split)
+    if m > 16 and not small:
+        return WeightTile(64, 128, 4).config(1) if n >= 16384 else WeightTile(32, 256, 4).config(1)
+    return WeightTile(32, 128, 6).config(max(1, min(4 * PROCESSORS * 32 // n, k // MIN_PART, MAX_PARTS)))
 
 
 def _tile_of_16_rows(n: int, k: int) -> tuning.Config:
