@@ -99,18 +99,18 @@ def default_config(m: int, n: int, k: int, itemsize: int, gated: str) -> tuning.
 def default_narrow_config(m: int, n: int, k: int, gated: str, group: int) -> tuning.Config:
     """For weights of a byte an element, up to 64 rows; ``group``: the columns that share a scale, 0 for all.
 
-    Of some 15 configurations for four weights, fp8 with a scale for each row, on an H200. One row: 256 weights a thread
-    of a large one (28672 x 4096 in 28.8 us, of which its bytes take 27.3; bf16 53), else 64. More rows: four programs a
-    processor find room. Widening costs more than reading from some 20 rows on: 64 of 28672 x 4096 take 82 us, in bf16
-    60 (docs/notebook/narrow-products.md).
+    Of some 15 configurations for four weights, fp8 with a scale for each row, on an H200. One row: 128 or 256 weights a
+    thread of a large one (28672 x 4096 in 29.0 us, of which its bytes take 27.3; bf16 53), else 64. More rows: four
+    programs a processor find room. Widening costs more than reading from some 20 rows on: 64 of 28672 x 4096 take
+    82 us, in bf16 60 (docs/notebook/narrow-products.md).
     """
     small = n * k <= SMALL
     if m == 1:
         large = n * k > 2**24
-        block_n = 4 if k <= 4096 and n >= 2048 else 2
+        block_n = 4 if k <= 4096 and n >= 2048 and not large else 2
         tile = {"BLOCK_N": block_n, "BLOCK_K": min(max(32, triton.next_power_of_2(k)), 4096)}
         weights = block_n * triton.next_power_of_2(k)
-        tile["num_warps"] = min(8, max(1, weights // (32 * (256 if large else 64))))
+        tile["num_warps"] = min(8, max(1, weights // (32 * (64 if not large else 128 if k <= 4096 else 256))))
         return {"kernel": "rows", "LATE": SMALL < n * k <= 2**25} | tile
     if m > 16 and not small:
         return WeightTile(64, 128, 4).config(1) if n >= 16384 else WeightTile(32, 256, 4).config(1)
