@@ -55,9 +55,12 @@ class Product(Problem):
         return {"workspace": new.filled(0, linear_workspace_size(self.n), dtype=torch.int32)}
 
     def inputs(self, new: TensorFactory) -> Inputs:
+        return {"weight": new.normal(self.n, self.k, std=self.k**-0.5), **self._rows(new)}
+
+    def _rows(self, new: TensorFactory) -> Inputs:
+        """All inputs but the weight."""
         return {
             "x": new.normal(self.m, self.k),
-            "weight": new.normal(self.n, self.k, std=self.k**-0.5),
             "norm_weight": new.normal(self.k, mean=1, std=0.1) if self.norm else None,
             "residual": new.normal(self.m, self.n if self.residual else 0),
         }

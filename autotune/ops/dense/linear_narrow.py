@@ -7,7 +7,8 @@ import torch
 from autotune.ops import Tunable
 from autotune.ops.dense import linear as plain
 from autotune.problem import Inputs, TensorFactory, Work
-from tritonllm.kernels import Groups, Weight, linear, linear_ref, quantize_weight, widen_weight_ref
+from tritonllm.kernels import Groups, Weight, linear, linear_ref, widen_weight_ref
+from tritonllm.kernels.dense import invariant, narrow
 from tritonllm.kernels.dense import linear as dense_linear
 from tritonllm.kernels.dense.choice import default_narrow_config
 from tritonllm.kernels.dense.portable import rows, tiles
@@ -34,9 +35,10 @@ class NarrowProduct(plain.Product):
         return Groups(self.group, self.group) if self.group else Groups()
 
     def inputs(self, new: TensorFactory) -> Inputs:
-        inputs = super().inputs(new)
-        weight = quantize_weight(inputs["weight"], "fp8", self.groups)
-        return inputs | {"weight": weight.data, "scales": weight.scales}
+        # numbers from 0 to 416 at random, as their bytes; signs are the rows'
+        numbers = new.integers(0, 0x7E, self.n, self.k, dtype=torch.int8).view(torch.float8_e4m3fn)
+        scales = new.uniform(*self.groups.shape(self.n, self.k)) * (self.k**-0.5 / 256)
+        return {"weight": numbers, "scales": scales, **self._rows(new)}
 
     def _weight(self, x: Inputs) -> Weight:
         return Weight(x["weight"], x["scales"], "fp8", self.groups)
@@ -65,14 +67,14 @@ def space(m: int, n: int, k: int, gated: str, group: int) -> list[tuning.Config]
 TUNABLE = Tunable(
     op="linear_narrow",
     module=dense_linear,
-    also=(rows, tiles, norm, activation),
+    also=(rows, tiles, narrow, invariant, norm, activation),
     default=default_narrow_config,
     problems=tuple(
         NarrowProduct(m, **layer, group=group)
-        for group in (0, 128)
         for layer in plain.LAYERS
         if "logits" not in layer
-        for m in (1, 2, 4, 8, 16, 32, 64)
+        for group in ((0, 128) if layer["n"] == layer["k"] else (0,))
+        for m in (1, 16, 64)
     ),
     space=space,
 )
