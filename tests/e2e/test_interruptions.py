@@ -216,7 +216,7 @@ def test_every_public_call_recovers_first():
         "model_executor",  # what it leads to is load_weights
     )
     public = [name for name in vars(LLMEngine) if not name.startswith("_") and name not in harmless]
-    calls = ["abort_request", "add_request", "get_num_unfinished_requests", "has_unfinished_requests", "join"]
+    calls = ["abort_request", "add_request", "call", "get_num_unfinished_requests", "has_unfinished_requests", "join"]
     # These require an idle engine, and so ask has_unfinished_requests.
     idle = ["load_weights", "reload_weights", "sleep"]
     assert sorted(public) == sorted([*calls, *idle, "present", "reset_prefix_cache", "stats", "step"])

@@ -10,7 +10,12 @@ PACKAGE = Path(tritonllm.__file__).parent
 # What plans, counts and routes knows blocks of whole sequences. Only these have a rank's memory before them, or an
 # option of the user's.
 ONE_RANK = ("kernels", "config", "engine/cache", "engine/start/arg_utils.py", "teach/tutorial")
-NAMED_TO_USERS = "weights, dtype or block_size?", "cannot be sent: lower block_size"
+NAMED_TO_USERS = (
+    "weights, dtype or block_size?",
+    "cannot be sent: lower block_size",
+    "block_size={block_tokens} must divide",
+    "take another block_size, or",
+)
 
 
 def test_ranks_that_split_keys_have_a_block_together():

@@ -80,7 +80,9 @@ def test_pre_norm_layers_add_and_normalise_in_their_products(monkeypatch, device
     set_fusion(monkeypatch, model, ALL_ROWS)
     added, normed = [], []
     multiply, forward, normalize = linear.multiply, Norm.forward, Norm.normalize
-    monkeypatch.setattr(linear, "multiply", lambda x, fused: added.append(fused.add) or multiply(x, fused))
+    monkeypatch.setattr(
+        linear, "multiply", lambda x, fused, scaled: added.append(fused.add) or multiply(x, fused, scaled)
+    )
     monkeypatch.setattr(
         Norm,
         "forward",

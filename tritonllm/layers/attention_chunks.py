@@ -19,32 +19,32 @@ from tritonllm.layers.metadata import AttentionMetadata
 from tritonllm.layers.segments import Segment, Segments
 
 
-def check_chunk_size(size: int, block_size: int) -> None:
+def check_chunk_size(size: int, block_tokens: int) -> None:
     """Check that each chunk begins with a block.
 
     Raises:
         ValueError: it does not.
     """
-    if size % block_size:
+    if size % block_tokens:
         raise ValueError(
-            f"block_size={block_size} must divide the model's attention_chunk_size={size}, since its layers see chunks "
-            "of so many tokens and each has to begin with a block: take another block_size, or a max_model_len up to "
-            f"{size}"
+            f"block_size={block_tokens} must divide the model's attention_chunk_size={size}, since its layers see "
+            "chunks of so many tokens and each has to begin with a block: take another block_size, or a "
+            f"max_model_len up to {size}"
         )
 
 
-def within_chunks(metadata: AttentionMetadata, size: int, block_size: int) -> AttentionMetadata:
+def within_chunks(metadata: AttentionMetadata, size: int, block_tokens: int) -> AttentionMetadata:
     """A step's metadata as layers read it that see one chunk. Launches only.
 
     Args:
         metadata: the step, whose tensors are settled.
         size: tokens of a chunk.
-        block_size: tokens of a block.
+        block_tokens: tokens of a block.
 
     Raises:
         ValueError: a chunk does not begin with a block.
     """
-    check_chunk_size(size, block_size)
+    check_chunk_size(size, block_tokens)
     if not len(metadata.seq_lens):
         return metadata
     segments, longest = list(metadata.segments), metadata.max_decode_len
@@ -54,7 +54,7 @@ def within_chunks(metadata: AttentionMetadata, size: int, block_size: int) -> At
     tables, lens = list(metadata.block_tables.split(counts)), list(metadata.seq_lens.split(counts))
     tree = metadata.tree_mask is not None
     # nodes of a tree may stand behind the chunk's end, where they are no drafts
-    width = -(-(size + (segments[1].longest if tree else 0)) // block_size)
+    width = -(-(size + (segments[1].longest if tree else 0)) // block_tokens)
     for place, segment in enumerate(segments):
         if not segment.sequences:
             continue
@@ -63,7 +63,7 @@ def within_chunks(metadata: AttentionMetadata, size: int, block_size: int) -> At
             lens[place] = lens[place] - begins[:, 0]
         else:
             segments[place], starts[place], begins, lens[place] = _cut(segment, starts[place], lens[place], size)
-        tables[place] = _tables_from(tables[place], begins // block_size, width)
+        tables[place] = _tables_from(tables[place], begins // block_tokens, width)
     return dataclasses.replace(
         metadata,
         segments=Segments(*segments),

@@ -144,7 +144,8 @@ class Linear(nn.Module):
         out = x.new_empty(x.shape[0], columns) if residual is None else residual
         norm_weight, spec = (None, _NO_NORM) if norm is None else (norm.weight, norm.spec)
         numbers = spec.eps, spec.weight_offset, activation, gated, residual is not None, scale, True, self.together
-        operands = Operands(x, self.weight, self.bias, norm_weight, out, self.workspace)
+        weight = self.weight if narrow else elements("weight", self.operand)
+        operands = Operands(x, weight, self.bias, norm_weight, out, self.workspace)
         return multiply(operands, Fused(*numbers), scales_of(self.operand))
 
     def _invariantly(

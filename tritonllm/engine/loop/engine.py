@@ -394,6 +394,7 @@ class LLMEngine:
             ValueError: ranks that take no functions, or a function that other processes cannot import.
             RuntimeError: a request is unfinished, or the function failed on another rank.
         """
+        self._recover()
         runner, kwargs = self._runner, kwargs or {}
         if not isinstance(runner, GroupExecutor):
             return [function(self.model_executor.driver_worker, *args, **kwargs)]
