@@ -9,14 +9,22 @@ from support.tiny_models import PagedRunner, PagedSequence, random_tokens, tiny_
 
 from tritonllm.config.engine import EngineConfig
 from tritonllm.engine.start.precompile import Target, kernels_of
-from tritonllm.kernels import quantize_weight, widen_weight
+from tritonllm.kernels import Groups, quantize_weight, widen_weight
 from tritonllm.models import checkpoint
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.families import spec_from_config
-from tritonllm.models.quantization import quantize_layers
+from tritonllm.models.quantization import GROUPS, quantize_layers
 from tritonllm.models.weights import load_weights
 
 LAYER = ".layers."
+# whole groups of four bits, on two ranks, too
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
 
 
 def widened(folder, to, quantization):
@@ -24,7 +32,8 @@ def widened(folder, to, quantization):
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
         if LAYER in name and tensor.dim() == 2:
-            tensors[name] = widen_weight(quantize_weight(tensor, quantization), tensor.dtype)
+            groups = GROUPS.get(quantization, Groups())
+            tensors[name] = widen_weight(quantize_weight(tensor, quantization, groups), tensor.dtype)
     to.mkdir()
     for path in folder.iterdir():
         if path.suffix == ".json":
@@ -36,11 +45,11 @@ def widened(folder, to, quantization):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("narrow")
-    write_checkpoint(folder, tiny_config("qwen3"), seed=5)
+    write_checkpoint(folder, tiny_config("qwen3", **SIZES), seed=5)
     return folder
 
 
-@pytest.mark.parametrize("quantization", ["fp8", "int8"])
+@pytest.mark.parametrize("quantization", ["fp8", "int8", "int4"])
 def test_an_engine_computes_with_the_numbers_of_the_format(folder, tmp_path, quantization):
     prompts, how = [random_tokens(n, 100, seed=n) for n in (3, 21)], {"skip_tokenizer_init": True, "dtype": "float32"}
     params = greedy(8, logprobs=0)
@@ -52,7 +61,7 @@ def test_an_engine_computes_with_the_numbers_of_the_format(folder, tmp_path, qua
     assert sums[0] != pytest.approx(sums[2], abs=1e-4)
 
 
-@pytest.mark.parametrize("quantization", ["fp8", "int8"])
+@pytest.mark.parametrize("quantization", ["fp8", "int8", "int4"])
 def test_ranks_have_the_weights_of_one(folder, quantization):
     """Rows that are cut have one scale on all ranks."""
     tokens = random_tokens(11, 100, seed=2)
@@ -72,27 +81,31 @@ def test_ranks_have_the_weights_of_one(folder, quantization):
 
 def test_what_a_start_compiles_reads_narrow_weights():
     """Found on meta tensors, whose weights have no numbers."""
-    spec = spec_from_config(tiny_config("qwen3"))
+    spec = spec_from_config(tiny_config("qwen3", **SIZES))
     target = Target(arch=90, name=None, dtype=torch.bfloat16, max_model_len=64)
     asked = {}
-    for quantization in (None, "fp8", "int8"):
+    for quantization in (None, "fp8", "int8", "int4"):
         config = EngineConfig.from_kwargs(
             model="tiny", max_num_seqs=4, max_num_batched_tokens=128, quantization=quantization
         )
         asked[quantization] = {(k.name, str(k.source.signature)) for k in kernels_of(spec, config, target)}
-    for quantization, kind in (("fp8", "fp8e4nv"), ("int8", "i8")):
+    for quantization, kind in (("fp8", "fp8e4nv"), ("int8", "i8"), ("int4", "u8")):
         new = {name for name, signature in asked[quantization] if f"*{kind}" in signature}
         assert {"linear_rows_kernel", "linear_tiles_kernel", "_widen_kernel"} <= new, new
     assert not any("fp8" in signature for _, signature in asked[None])
 
 
 def test_what_cannot_be_narrow_is_refused_before_any_work(folder, tmp_path):
-    (tmp_path / "moe").mkdir()
+    for name in ("moe", "small"):
+        (tmp_path / name).mkdir()
+    write_checkpoint(tmp_path / "small", tiny_config("qwen3", hidden_size=64), seed=5)
     write_checkpoint(tmp_path / "moe", tiny_config("qwen3_moe"), seed=5)
     with pytest.raises(ValueError, match=r"quantization='fp8': experts \(Qwen3MoeForCausalLM\) have 16-bit weights"):
         tiny_llm(tmp_path / "moe", quantization="fp8", skip_tokenizer_init=True)
-    with pytest.raises(ValueError, match="quantization must be one of fp8, int8, got 'awq'"):
+    with pytest.raises(ValueError, match="quantization must be one of fp8, int8, int4, got 'awq'"):
         tiny_llm(folder, quantization="awq")
+    with pytest.raises(ValueError, match=r"'int4': layers\.0\.attention\.qkv has 64 columns on a rank"):
+        tiny_llm(tmp_path / "small", quantization="int4", skip_tokenizer_init=True)
     with pytest.raises(ValueError, match="quantization: products of narrow weights are not batch invariant"):
         tiny_llm(folder, quantization="int8", deterministic=True)
 

@@ -10,6 +10,7 @@ from support.real_configs import QWEN3_0_6B
 from support.tiny_models import PagedRunner, PagedSequence, random_tokens
 
 from tritonllm import LLM
+from tritonllm.kernels import widen_weight
 from tritonllm.layers.linear import Linear
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.families import spec_from_config
@@ -28,15 +29,15 @@ def new(device, dtype):
 
 
 @pytest.mark.parametrize("dtype", LIMITS)
-@pytest.mark.parametrize("quantization", ["fp8", "int8"])
+@pytest.mark.parametrize("quantization", ["fp8", "int8", "int4"])
 def test_logits_are_those_of_the_widened_weights(device, quantization, dtype):
-    """Of many rows, of some, and of one: three kinds of kernels."""
+    """Of many rows, of some, and of one: all kinds of kernels."""
     narrow, wide = new(device, dtype), new(device, dtype)
     quantize_layers(narrow, quantization)
     for mine, other in zip(narrow.layers.modules(), wide.layers.modules(), strict=True):
         if isinstance(mine, Linear):
-            other.weight.copy_(mine.weight.float() * mine.scales)
-    chunks = [random_tokens(n, CONFIG["vocab_size"], seed=n) for n in (130, 64, 17, 2, 1, 1)]
+            other.weight.copy_(widen_weight(mine.operand, torch.float32))
+    chunks = [random_tokens(n, CONFIG["vocab_size"], seed=n) for n in (130, 100, 64, 17, 2, 1, 1)]
     logits = []
     for model in (narrow, wide):
         runner, sequence = PagedRunner(model, block_size=16), PagedSequence()
@@ -45,16 +46,17 @@ def test_logits_are_those_of_the_widened_weights(device, quantization, dtype):
         assert relative_error(found, expected) <= LIMITS[dtype]
 
 
-def test_engine(tmp_path):
+@pytest.mark.parametrize(("quantization", "dtype"), [("fp8", torch.float8_e4m3fn), ("int4", torch.uint8)])
+def test_engine(tmp_path, quantization, dtype):
     """Captured or not, in any batch, the same tokens; and the layers' weights take half the memory."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     prompts = [random_tokens(n, 10000, seed=n) for n in (1, 300, 33, 128, 2)]
     settings = {"load_format": "dummy", "skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 512}
-    settings |= {"num_blocks": 512, "max_num_seqs": 8, "quantization": "fp8"}
+    settings |= {"num_blocks": 512, "max_num_seqs": 8, "quantization": quantization}
     llm = LLM(str(tmp_path), **settings)
     together = token_ids(llm.generate(prompts, greedy(16)))
     assert together == [token_ids(llm.generate([prompt], greedy(16)))[0] for prompt in prompts]
     layers = llm.engine._runner._model.layers
     of_products = [module.weight for module in layers.modules() if isinstance(module, Linear)]
-    assert all(weight.dtype == torch.float8_e4m3fn for weight in of_products)
+    assert all(weight.dtype == dtype for weight in of_products)
     assert token_ids(LLM(str(tmp_path), **settings, enforce_eager=True).generate(prompts, greedy(16))) == together

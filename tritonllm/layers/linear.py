@@ -15,13 +15,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from tritonllm.kernels import apply_activation, linear, widen_weight
-from tritonllm.kernels.dense.arguments import Fused, Operands
+from tritonllm.kernels.dense.arguments import NOT_SCALED, Fused, Operands
 from tritonllm.kernels.dense.cpu import pack_weight, product, row_by_row
 from tritonllm.kernels.dense.invariant import multiply_gated_invariantly, multiply_invariantly
 from tritonllm.kernels.dense.linear import linear_workspace_size, multiply
 from tritonllm.kernels.dense.medium import Unnormed, add_linear, linear_unnormed
 from tritonllm.kernels.dense.narrow import scales_of
-from tritonllm.kernels.dense.weight import NARROW, PLAIN, Weight, elements
+from tritonllm.kernels.dense.weight import NARROW, PLAIN, Groups, Weight, elements
 from tritonllm.kernels.elementwise import ACTIVATIONS, act_and_mul, cpu
 from tritonllm.kernels.runtime.registry import runs_in_torch
 from tritonllm.layers.fusion import few_rows
@@ -91,8 +91,10 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = empty_parameter(out_features, in_features, dtype=dtype, device=device)
         self.scales: nn.Parameter | None = None
-        self.dtype = dtype
-        self._format = PLAIN
+        self.zeros: nn.Parameter | None = None
+        self.in_features, self.dtype = in_features, dtype
+        self._format, self._groups = PLAIN, Groups()
+        self._scaled = NOT_SCALED  # what kernels take of a narrow weight, made once
         self._columns = out_features
         self.bias = empty_parameter(out_features, dtype=dtype, device=device) if bias else None
         workspace = torch.zeros(linear_workspace_size(out_features), dtype=torch.int32, device=device)
@@ -101,7 +103,7 @@ class Linear(nn.Module):
     @property
     def operand(self) -> Weight:
         """The weight as products take it."""
-        return Weight(self.weight, self.scales, self._format)
+        return Weight(self.weight, self.scales, self._format, self._groups, self.zeros)
 
     def forward(
         self,
@@ -144,9 +146,8 @@ class Linear(nn.Module):
         out = x.new_empty(x.shape[0], columns) if residual is None else residual
         norm_weight, spec = (None, _NO_NORM) if norm is None else (norm.weight, norm.spec)
         numbers = spec.eps, spec.weight_offset, activation, gated, residual is not None, scale, True, self.together
-        weight = self.weight if narrow else elements("weight", self.operand)
-        operands = Operands(x, weight, self.bias, norm_weight, out, self.workspace)
-        return multiply(operands, Fused(*numbers), scales_of(self.operand))
+        operands = Operands(x, self.weight, self.bias, norm_weight, out, self.workspace)
+        return multiply(operands, Fused(*numbers), self._scaled)
 
     def _invariantly(
         self, x: torch.Tensor, activation: str | None, gated: bool, residual: torch.Tensor | None, scale: float
@@ -174,14 +175,17 @@ class Linear(nn.Module):
         return _activated(product(x, self.operand, self.bias), activation, gated, residual, scale)
 
     def narrow(self, to: Weight) -> None:
-        """Multiply by this weight from here on: one in a narrow format with a scale for each row. On the CPU, whose
-        products read wide weights, by its numbers times their scales."""
+        """Multiply by this weight from here on: one in a narrow format. On the CPU, whose products read wide weights,
+        by its numbers times their scales."""
         if self.weight.is_cpu:
             self.weight.copy_(widen_weight(to, self.dtype))
             return
-        assert to.scales is not None
-        self.weight, self.scales = (nn.Parameter(part, requires_grad=False) for part in (to.data, to.scales))
-        self._format = to.format
+        self.weight = nn.Parameter(to.data, requires_grad=False)
+        self.scales, self.zeros = (
+            None if part is None else nn.Parameter(part, requires_grad=False) for part in (to.scales, to.zeros)
+        )
+        self._format, self._groups = to.format, to.groups
+        self._scaled = scales_of(self.operand)
 
     def pack(self) -> None:
         """The weight is final: on the CPU, lay it out as products read it. Nothing else can read it from here on."""

@@ -81,7 +81,7 @@ class _DecoderParts:
         self.device = model.embed.weight.device
         self._attentions: list[Any] = [layer.attention for layer in model.layers]
         self._attend = [attention.attend for attention in self._attentions]
-        self._columns: list[int] = [attention.o.weight.shape[1] for attention in self._attentions]
+        self._columns: list[int] = [attention.o.in_features for attention in self._attentions]
 
     def attend(self, step: AttentionInputs, *args: Any) -> torch.Tensor:
         *tensors, layer = args

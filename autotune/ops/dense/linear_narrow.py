@@ -1,4 +1,4 @@
-"""Products of few rows with a weight of a byte an element: which kernel, and how much of the weight a program takes."""
+"""Products of few rows with a weight of a byte or half a byte an element: which kernel, and by what tiles."""
 
 from dataclasses import dataclass
 
@@ -8,40 +8,46 @@ from autotune.ops import Tunable
 from autotune.ops.dense import linear as plain
 from autotune.problem import Inputs, TensorFactory, Work
 from tritonllm.kernels import Groups, Weight, linear, linear_ref, widen_weight_ref
-from tritonllm.kernels.dense import invariant, narrow
+from tritonllm.kernels.dense import invariant, narrow, widen
 from tritonllm.kernels.dense import linear as dense_linear
 from tritonllm.kernels.dense.choice import default_narrow_config
 from tritonllm.kernels.dense.portable import rows, tiles
+from tritonllm.kernels.dense.weight import NARROW
 from tritonllm.kernels.elementwise import activation, norm
 from tritonllm.kernels.runtime import tuning
 
 
 @dataclass(frozen=True)
 class NarrowProduct(plain.Product):
-    """``m`` rows with a float8 weight ``[n, k]``.
+    """``m`` rows with a narrow weight ``[n, k]``.
 
     Attributes:
-        group: the rows and columns that share a scale; 0: each row has one.
+        format: ``"fp8"``, ``"int8"`` or ``"int4"``.
+        group: the columns that share a scale, of fp8 as many rows, too; 0: each row has one.
     """
 
+    format: str = "fp8"
     group: int = 0
 
     @property
     def name(self) -> str:
-        return super().name.replace("linear", "linear_narrow", 1) + (f" G{self.group}" if self.group else "")
+        what = f"linear_narrow {self.format}" + (f" G{self.group}" if self.group else "")
+        return super().name.replace("linear", what, 1)
 
     @property
     def groups(self) -> Groups:
-        return Groups(self.group, self.group) if self.group else Groups()
+        return Groups(self.group if self.format == "fp8" else 1, self.group) if self.group else Groups()
 
     def inputs(self, new: TensorFactory) -> Inputs:
-        # numbers from 0 to 416 at random, as their bytes; signs are the rows'
-        numbers = new.integers(0, 0x7E, self.n, self.k, dtype=torch.int8).view(torch.float8_e4m3fn)
-        scales = new.uniform(*self.groups.shape(self.n, self.k)) * (self.k**-0.5 / 256)
-        return {"weight": numbers, "scales": scales, **self._rows(new)}
+        # all bytes of two nibbles are numbers, and of float8 those from 0 to 0x7e: up to 448; signs are the rows'
+        columns, most = (self.k // 2, 0xFF) if self.format == "int4" else (self.k, 0x7E)
+        data = new.integers(0, most, self.n, columns, dtype=torch.uint8).view(NARROW[self.format])
+        largest = {"fp8": 256, "int8": 128, "int4": 8}[self.format]
+        scales = new.uniform(*self.groups.shape(self.n, self.k)) * (self.k**-0.5 / largest)
+        return {"weight": data, "scales": scales, **self._rows(new)}
 
     def _weight(self, x: Inputs) -> Weight:
-        return Weight(x["weight"], x["scales"], "fp8", self.groups)
+        return Weight(x["weight"], x["scales"], self.format, self.groups)
 
     def run(self, x: Inputs) -> tuple[torch.Tensor, ...]:
         out = torch.empty(self.m, self.n, dtype=torch.float32, device=x["x"].device) if self.logits else None
@@ -56,25 +62,34 @@ class NarrowProduct(plain.Product):
 
     def work(self, x: Inputs) -> Work:
         whole = super().work(x)
-        return Work(bytes=whole.bytes - self.n * self.k + 4 * x["scales"].numel(), flops=whole.flops)
+        narrow = x["weight"].numel() + 4 * x["scales"].numel()
+        return Work(bytes=whole.bytes - 2 * self.n * self.k + narrow, flops=whole.flops)
 
 
-def space(m: int, n: int, k: int, gated: str, group: int) -> list[tuning.Config]:
-    """Those of 16-bit weights: what fits there fits here."""
-    return plain.space(m, n, k, 1, gated)
+def space(m: int, n: int, k: int, gated: str, format: str, group: int) -> list[tuning.Config]:
+    """Those of 16-bit weights, for what fits there fits here; tiles also with the weight as the left operand, of four
+    warps: with eight, int8 and 128 rows Triton 3.6 gave wrong sums."""
+    found = []
+    for config in plain.space(m, n, k, 1, gated):
+        if config["kernel"] != "tiles":
+            found.append(config)
+        elif not group or config["BLOCK_K"] <= group:
+            turned = (False, True) if config["BLOCK_N"] == 64 and m >= 32 else (False,)
+            found += [config | {"TURNED": each} for each in turned]
+    return found
 
 
 TUNABLE = Tunable(
     op="linear_narrow",
     module=dense_linear,
-    also=(rows, tiles, narrow, invariant, norm, activation),
+    also=(rows, tiles, narrow, widen, invariant, norm, activation),
     default=default_narrow_config,
     problems=tuple(
-        NarrowProduct(m, **layer, group=group)
+        NarrowProduct(m, **layer, format=format, group=group)
         for layer in plain.LAYERS
         if "logits" not in layer
-        for group in ((0, 128) if layer["n"] == layer["k"] else (0,))
-        for m in (1, 16, 64)
+        for format, group in (("fp8", 0), ("int4", 128), *((("fp8", 128),) if layer["n"] == layer["k"] else ()))
+        for m in (1, 16, 128)
     ),
     space=space,
 )

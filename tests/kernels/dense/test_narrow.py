@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from support.compare import FLOATS, assert_close, poisoned, with_row_padding
 
@@ -18,12 +18,13 @@ from tritonllm.kernels import (
     widen_weight_ref,
 )
 from tritonllm.kernels.dense.choice import TORCH
-from tritonllm.kernels.dense.linear import GATED, MAX_M
+from tritonllm.kernels.dense.linear import GATED, MAX_M, MAX_NARROW_M
+from tritonllm.kernels.dense.narrow import BY_ROW, unit_of, unpack_nibbles
 from tritonllm.kernels.dense.portable.rows import MAX_ROWS
 from tritonllm.kernels.elementwise import ACTIVATIONS
 from tritonllm.kernels.runtime import tuning
 
-FORMATS = ("fp8", "int8")
+FORMATS = ("fp8", "int8", "int4")
 GROUPS = st.builds(Groups, rows=st.sampled_from([1, 3, 128]), columns=st.sampled_from([0, 16, 64, 128]))
 ROWS = {"kernel": "rows", "LATE": False, "BLOCK_N": 4, "BLOCK_K": 64, "num_warps": 4}
 TILES = {"kernel": "tiles", "BLOCK_N": 32, "BLOCK_K": 32, "SPLIT_K": 3, "num_warps": 4, "num_stages": 3}
@@ -32,15 +33,35 @@ CONFIGS = {
     "rows, one tile": ROWS | {"LATE": True, "BLOCK_K": 256, "BLOCK_N": 2},
     "tiles": TILES,
     "tiles, whole": TILES | {"SPLIT_K": 1, "BLOCK_K": 64},
+    "tiles, turned": TILES | {"TURNED": True, "SPLIT_K": 2, "BLOCK_K": 64},
     "torch": TORCH,
 }
 
 
-def narrow(n, k, format, groups, device, *, std=1.0, padding=0):
+def narrow(n, k, format, groups, device, *, std=1.0, padding=0, scale_dtype=torch.float32):
     """A weight whose groups differ in size, its rows apart in memory."""
     weight = torch.randn(n, k) * torch.logspace(-2, 1, max(n, 1))[:n, None] * std / max(k, 1) ** 0.5
     of = quantize_weight(weight.to(device), format, groups)
-    return of._replace(data=with_padding(of.data, padding), scales=with_row_padding(of.scales, padding))
+    scales, zeros = of.scales.to(scale_dtype), None
+    if format == "int4" and k % 3:
+        zeros = with_padding((torch.arange(scales.numel(), device=device) % 16).byte().view(scales.shape), padding)
+    data = with_padding(of.data, padding)
+    return of._replace(data=data, scales=with_row_padding(scales, padding), zeros=zeros)
+
+
+def in_units(format, groups, k):
+    """The least number of columns from ``k`` on that the format has."""
+    assume(format != "int4" or groups.columns != 16)
+    unit = unit_of(groups) if format == "int4" else 1
+    return -(-k // unit) * unit
+
+
+def numbers_of(of):
+    """The numbers before scales, as float64 on the CPU."""
+    if of.format != "int4":
+        return of.data.cpu().double()
+    zeros = 8 if of.zeros is None else spread(of._replace(scales=of.zeros), len(of.data), of.columns).double()
+    return unpack_nibbles(of.data.cpu(), of.groups).double() - zeros
 
 
 def with_padding(data, padding):
@@ -66,20 +87,21 @@ def spread(of, n, k):
     std=st.sampled_from([0.0, 1e-20, 1e-2, 1.0, 1e4]),
 )
 def test_each_number_is_the_nearest_of_its_group(device, format, groups, n, k, dtype, std):
-    """Half a step away at most, and what float32 rounds: of int8 the scale is a step; of float8 a step is a sixteenth
-    to an eighth of the number, or the smallest number."""
+    """Half a step away at most, and what float32 rounds: of integers the scale is a step; of float8 a step is a
+    sixteenth to an eighth of the number, or the smallest number."""
+    k = in_units(format, groups, k)
     weight = (torch.randn(n, k, dtype=torch.float64) * std).clamp(-6e4, 6e4).to(device, dtype)
     of = quantize_weight(weight, format, groups)
-    assert of.format == format and of.scales.shape == groups.shape(n, k) and of.data.shape == (n, k)
+    assert of.format == format and of.scales.shape == groups.shape(n, k) and (len(of.data), of.columns) == (n, k)
     scale, exact = spread(of, n, k).double(), weight.cpu().double()
-    error = (of.data.cpu().double() * scale - exact).abs()
-    if format == "int8":
+    error = (numbers_of(of) * scale - exact).abs()
+    if format != "fp8":
         assert (error <= scale * (0.5 + 2e-5)).all()
     else:
         assert (error <= (exact.abs() / 16).maximum(scale * 2.0**-10) * 1.0000001).all()
         assert (torch.frexp(of.scales)[0] == 0.5).all()
     widened = widen_weight(of, torch.float32)
-    assert torch.equal(widened.cpu().double(), (of.data.cpu().float() * scale.float()).double())
+    assert torch.equal(widened.cpu().double(), (numbers_of(of).float() * scale.float()).double())
 
 
 @given(
@@ -89,12 +111,16 @@ def test_each_number_is_the_nearest_of_its_group(device, format, groups, n, k, d
     k=st.integers(0, 700),
     dtype=st.sampled_from(FLOATS),
     padding=st.sampled_from([0, 1, 8]),
+    scale_dtype=st.sampled_from(FLOATS),
 )
-def test_widened(device, format, groups, n, k, dtype, padding):
-    of = narrow(n, k, format, groups, device, padding=padding)
+def test_widened(device, format, groups, n, k, dtype, padding, scale_dtype):
+    k = in_units(format, groups, k)
+    of = narrow(n, k, format, groups, device, padding=padding, scale_dtype=scale_dtype)
     out = with_row_padding(poisoned(n, k, dtype=dtype, device=device), padding)
     assert widen_weight(of, dtype, out=out) is out
     assert torch.equal(out, widen_weight_ref(of, dtype))
+    exact = numbers_of(of).float() * spread(of, n, k).float()
+    assert torch.equal(out.cpu(), exact.to(dtype))
 
 
 @given(
@@ -112,16 +138,18 @@ def test_widened(device, format, groups, n, k, dtype, padding):
     gated=st.booleans(),
     add=st.booleans(),
     padding=st.sampled_from([0, 1, 8]),
+    scale_dtype=st.sampled_from(FLOATS),
 )
 def test_products(
-    device, format, groups, config, m, n, k, dtype, out_dtype, bias, norm, activation, gated, add, padding
+    device, format, groups, config, m, n, k, dtype, out_dtype, bias, norm, activation, gated, add, padding, scale_dtype
 ):
     """Every kernel, with whatever is fused, against the widened weight in float32."""
     config = CONFIGS[config]
     m = min(m, MAX_ROWS) if config["kernel"] == "rows" else m
     gated = gated and activation in GATED
     rows = 2 * n if gated else n
-    of = narrow(rows, k, format, groups, device, padding=padding)
+    k = in_units(format, groups, k)
+    of = narrow(rows, k, format, groups, device, padding=padding, scale_dtype=scale_dtype)
     x = with_row_padding(torch.randn(m, k).to(device, dtype), padding)
     fused = {
         "bias": torch.randn(rows).to(device, dtype) if bias else None,
@@ -143,14 +171,38 @@ def test_products(
     assert not workspace.any()
 
 
-@pytest.mark.parametrize("m", [1, MAX_M, MAX_M + 1])
-@pytest.mark.parametrize("groups", [Groups(), Groups(128, 128)])
-def test_defaults_and_more_rows(device, groups, m):
+@pytest.mark.parametrize("m", [1, 16, 32, MAX_M, MAX_NARROW_M, MAX_NARROW_M + 1])
+@pytest.mark.parametrize(("format", "groups"), [("fp8", BY_ROW), ("fp8", Groups(128, 128)), ("int4", Groups(1, 128))])
+def test_defaults_and_more_rows(device, format, groups, m):
     """What a table or a default gives, and the rows that take the weight widened."""
-    of, x = narrow(48, 256, "fp8", groups, device), torch.randn(m, 256, device=device)
+    of, x = narrow(48, 256, format, groups, device), torch.randn(m, 256, device=device)
     assert_close(linear(x, of), x @ widen_weight_ref(of, torch.float32).T)
     gated = linear(x, of, activation="silu", gated=True)
     assert_close(gated, linear_ref(x, widen_weight_ref(of, torch.float32), activation="silu", gated=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (6144, 4096), (4096, 14336), (28672, 4096)])
+def test_defaults_of_large_weights(n, k, format, dtype):
+    """Every number of rows that has a configuration of its own, launched twice with one workspace; by rows and in
+    groups of 128 columns."""
+    workspace = torch.zeros(linear_workspace_size(n), dtype=torch.int32, device="cuda")
+    for groups in (BY_ROW, Groups(1, 128)):
+        of = narrow(n, k, format, groups, "cuda")
+        wide = widen_weight_ref(of, torch.float32)
+        for m in (1, 2, 16, 17, 32, 33, 64, 65, 128, 129):
+            x = torch.randn(m, k, device="cuda").to(dtype)
+            for gated in (False, True):
+                fused = {"activation": "silu" if gated else None, "gated": gated}
+                expected = linear_ref(x.float(), wide, **fused)
+                for _ in range(2):
+                    out = poisoned(*expected.shape, dtype=dtype, device="cuda")
+                    linear(x, of, **fused, out=out, workspace=workspace, constant_weight=True)
+                    error = (out.float() - expected).norm() / expected.norm()
+                    assert error < 4e-3, (m, gated, groups, error.item())
+        assert not workspace.any()
 
 
 def test_sums_of_nothing(device):
@@ -167,7 +219,8 @@ def wrong(**changed):
     [
         (wrong(scales=None), "weight.scales must be there for the format 'fp8'"),
         (wrong(scales=torch.ones(8, 3)), r"weight.scales must have shape \[8, 2\], got \[8, 3\]"),
-        (wrong(scales=torch.ones(8, 2).double()), "weight.scales must be torch.float32, got torch.float64"),
+        (wrong(scales=torch.ones(8, 2).double()), "weight.scales must be torch.float16 or .*, got torch.float64"),
+        (wrong(zeros=torch.ones(8, 2).byte()), "weight.zeros must be None for the format 'fp8'"),
         (wrong(format="int8"), "weight.data must be torch.int8, got torch.float8_e4m3fn"),
         (wrong(format="onednn"), "weight must be a plain weight here, got one of the format 'onednn'"),
         (wrong(groups=Groups(0, 16)), "groups.rows must be 1 or more, got 0"),
@@ -187,10 +240,14 @@ def test_refused_before_anything_is_rounded():
     for number in (float("nan"), float("inf")):
         with pytest.raises(ValueError, match="weight must be finite"):
             quantize_weight(torch.full((2, 16), number), "fp8")
-    with pytest.raises(ValueError, match="format must be one of fp8, int8, got 'int3'"):
+    with pytest.raises(ValueError, match="format must be one of fp8, int8, int4, got 'int3'"):
         quantize_weight(torch.ones(2, 16), "int3")
     with pytest.raises(ValueError, match=r"groups\.columns must be"):
         quantize_weight(torch.ones(2, 16), "fp8", Groups(1, 8192))
+    with pytest.raises(ValueError, match="32 or more for the format 'int4'"):
+        quantize_weight(torch.ones(2, 96), "int4", Groups(1, 16))
+    with pytest.raises(ValueError, match="weight must have a multiple of 64 columns in the format 'int4', got 96"):
+        quantize_weight(torch.ones(2, 96), "int4", Groups(1, 64))
     with pytest.raises(ValueError, match="weight must have shape"):
         quantize_weight(torch.ones(16), "fp8")
 

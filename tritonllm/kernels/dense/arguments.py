@@ -38,9 +38,16 @@ class Scaled(NamedTuple):
     scales: torch.Tensor | None = None
     group_rows: int = 1
     group_columns: int = 0
+    zeros: torch.Tensor | None = None
 
 
 NOT_SCALED = Scaled()
+UNIT = 128  # columns whose first half is in the low nibbles of as many bytes, and whose second is in the high, at most
+
+
+def half_unit(weight: torch.Tensor, scaled: Scaled) -> int:
+    """How many neighbouring columns are low nibbles of a weight of four bits; 0 for another."""
+    return min(scaled.group_columns or UNIT, UNIT) // 2 if weight.dtype == torch.uint8 else 0
 
 
 class NextNorm(NamedTuple):

@@ -96,25 +96,48 @@ def default_config(m: int, n: int, k: int, itemsize: int, gated: str) -> tuning.
     return WeightTile(64, 64, 3).config(1)
 
 
-def default_narrow_config(m: int, n: int, k: int, gated: str, group: int) -> tuning.Config:
-    """For weights of a byte an element, up to 64 rows; ``group``: the columns that share a scale, 0 for all.
+def default_narrow_config(m: int, n: int, k: int, gated: str, format: str, group: int) -> tuning.Config:
+    """For weights of a byte or half a byte an element, up to 128 rows; ``group``: the columns that share a scale, 0 for
+    all.
 
-    Of some 15 configurations for four weights, fp8 with a scale for each row, on an H200. One row: 128 or 256 weights a
-    thread of a large one (28672 x 4096 in 29.0 us, of which its bytes take 27.3; bf16 53), else 64. More rows: four
-    programs a processor find room. Widening costs more than reading from some 20 rows on: 64 of 28672 x 4096 take
-    82 us, in bf16 60 (docs/notebook/narrow-products.md).
+    Of some 20 configurations for four weights of Llama-3.1-8B, on an H200. One row: 128 or 256 bytes a thread of a
+    large weight, else 64; of four bits in a long or gated weight, tiles. Up to 32 rows the tensor cores take the rows
+    as their left operand, beyond them the weights, from registers. What a group scales is a product of its own, so
+    tiles have its columns at most (docs/notebook/narrow-products.md).
     """
-    small = n * k <= SMALL
-    if m == 1:
+    small, bits4 = n * k <= SMALL, format == "int4"
+    if m == 1 and not (bits4 and (gated == "yes" or k > 8192)):
         large = n * k > 2**24
         block_n = 4 if k <= 4096 and n >= 2048 and not large else 2
         tile = {"BLOCK_N": block_n, "BLOCK_K": min(max(32, triton.next_power_of_2(k)), 4096)}
         weights = block_n * triton.next_power_of_2(k)
         tile["num_warps"] = min(8, max(1, weights // (32 * (64 if not large else 128 if k <= 4096 else 256))))
         return {"kernel": "rows", "LATE": SMALL < n * k <= 2**25} | tile
-    if m > 16 and not small:
-        return WeightTile(64, 128, 4).config(1) if n >= 16384 else WeightTile(32, 256, 4).config(1)
-    return WeightTile(32, 128, 6).config(max(1, min(4 * PROCESSORS * 32 // n, k // MIN_PART, MAX_PARTS)))
+    if small and not group:
+        return _of(WeightTile(32, 128, 6), _parts(n, k, 32, 4 * PROCESSORS))
+    tiles = triton.cdiv(n, 64)
+    if m <= 16 and not group:
+        return _of(WeightTile(32, 256, 4), _parts(n, k, 32, 4 * PROCESSORS))
+    if m <= 16 and tiles < 3 * PROCESSORS:
+        return _of(WeightTile(64, 128, 8), _parts(n, k, 64, 3 * PROCESSORS))
+    if m <= 32:
+        split = min(max(2, 512 // tiles), max(1, k // MIN_PART), 8)
+        return _of(WeightTile(64, 128, 4), split, turned=bits4 and m > 16)
+    if bits4 and m <= 64 and tiles >= 2 * PROCESSORS:
+        return _of(WeightTile(128, 128, 3), 1, turned=True)
+    if m <= 64:
+        return _of(WeightTile(64, 128, 4), _parts(n, k, 64, 3 * PROCESSORS), turned=True)
+    return _of(WeightTile(64, 128, 4), _parts(n, k, 64, PROCESSORS, 2), turned=True)
+
+
+def _of(tile: WeightTile, split: int, *, turned: bool = False) -> tuning.Config:
+    return tile.config(split) | {"TURNED": turned}
+
+
+def _parts(n: int, k: int, block_n: int, programs: int, most: int = MAX_PARTS) -> int:
+    """The parts of K, a power of two, with which there are so many programs at most, each part long enough."""
+    parts = max(1, min(programs // triton.cdiv(n, block_n), k // MIN_PART, most))
+    return 1 << (parts.bit_length() - 1)
 
 
 def _tile_of_16_rows(n: int, k: int) -> tuning.Config:

@@ -5,8 +5,8 @@ each size which of three is fastest: `portable/rows.py` (one or two rows), `port
 kernels of their own for the norm, the activation and the addition. More rows are cuBLAS's. On Hopper some of both go to
 kernels of their own (``LINEAR`` and ``GATED_LINEAR``).
 
-A narrow weight (:mod:`tritonllm.kernels.dense.narrow`) is widened in the first two, in registers; more rows take it
-widened from memory, at 5 bytes an element beside their product.
+A narrow weight (:mod:`tritonllm.kernels.dense.narrow`) is widened in the first two, in registers, up to 128 rows; more
+take it widened from memory, at 3 bytes an element and 2 more beside their product.
 """
 
 import math
@@ -26,11 +26,13 @@ from tritonllm.kernels.dense.weight import NARROW, Weight, elements
 from tritonllm.kernels.elementwise import ACTIVATIONS, act_and_mul, apply_activation, rms_norm
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.checks import check_same_dtype, check_scaled, check_tensor, require
+from tritonllm.kernels.runtime.chip import chip_of
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch
 from tritonllm.kernels.runtime.registry import register_op, with_reference
 from tritonllm.kernels.runtime.variants import Variant, Variants
 
 MAX_M = 64
+MAX_NARROW_M = 128  # 256 rows take less with the weight widened in memory
 MIN_BLOCK_N = 32  # of any configuration of `portable/tiles.py`
 GATED = ("silu", "gelu", "gelu_tanh")
 _NAMES = ", ".join(ACTIVATIONS)
@@ -142,7 +144,7 @@ def _linear(operands: Operands, fused: Fused, scaled: Scaled) -> None:
         _reference(operands._replace(norm_weight=None), fused)
         return
     narrow = scaled.scales is not None
-    if narrow and m > MAX_M:
+    if narrow and m > _most_narrow_rows(x):
         narrow, weight = False, widen_numbers(weight, scaled, x.dtype)
         operands, scaled = operands._replace(weight=weight), NOT_SCALED
     few = None if narrow else LINEAR.own(x.device, x, weight, norm_weight, fused.together or 4 * weight.numel())
@@ -153,7 +155,8 @@ def _linear(operands: Operands, fused: Fused, scaled: Scaled) -> None:
     key: dict[str, int | str] = {"m": triton.next_power_of_2(m), "n": weight.shape[0], "k": k}
     key["gated"] = "yes" if fused.gated else "no"
     if narrow:
-        config = tuning.get_config("linear_narrow", x.device, default_narrow_config, **key, group=scaled.group_columns)
+        key |= narrow_key(weight, scaled)
+        config = tuning.get_config("linear_narrow", x.device, default_narrow_config, **key)
     elif m <= MAX_M and not (fused.gated and GATED_LINEAR.own(x.device, x, weight, out)):
         config = tuning.get_config("linear", x.device, default_config, **key, itemsize=weight.dtype.itemsize)
     if config["kernel"] == "rows" and m <= MAX_ROWS:
@@ -166,6 +169,18 @@ def _linear(operands: Operands, fused: Fused, scaled: Scaled) -> None:
         launch_tiles(operands, fused, scaled, config, dependent_launch(weight.device))
     else:
         _by_torch(x, widen_numbers(weight, scaled, x.dtype) if narrow else weight, bias, out, fused)
+
+
+def _most_narrow_rows(x: torch.Tensor) -> int:
+    """More take a narrow weight widened in memory: of other chips than Hopper, tiles of so many rows have no room."""
+    chip = chip_of(x.device)
+    return MAX_NARROW_M if x.dtype != torch.float32 and (chip is None or chip.arch == 90) else MAX_M
+
+
+def narrow_key(weight: torch.Tensor, scaled: Scaled) -> dict[str, int | str]:
+    """What of a narrow weight decides the kernel, beside its shape."""
+    formats = {dtype: name for name, dtype in NARROW.items()}
+    return {"format": formats[weight.dtype], "group": scaled.group_columns}
 
 
 def _checked(
@@ -248,7 +263,7 @@ def linear(
     Args:
         x: ``[..., K]`` float16, bfloat16 or float32; contiguous in the last dimension.
         weight: ``[N, K]`` with the dtype of ``x``; contiguous in the last dimension. A tensor or a :class:`Weight`,
-            which may be ``"fp8"`` or ``"int8"``, too.
+            which may be ``"fp8"``, ``"int8"`` or ``"int4"``, too.
         bias: ``[N]`` with the dtype of ``x``.
         norm_weight: ``[K]`` float16, bfloat16 or float32; ``x`` is normalised first, as by :func:`rms_norm`.
         norm_eps: added to the mean square.

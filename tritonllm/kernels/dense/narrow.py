@@ -1,22 +1,24 @@
-"""Narrow weights: 16-bit weights as a byte an element with scales, and back.
+"""Narrow weights: 16-bit weights as a byte or half a byte an element with scales, and back.
 
 A product of few rows takes as long as its weights take to be read, so half the bytes are half the time. The numbers are
 widened where they are multiplied; activations stay as they are (weight-only quantization). float8: Micikevicius et al.,
 "FP8 Formats for Deep Learning" (2022); scales by row: Dettmers et al., "LLM.int8()" (2022); by blocks of 128 x 128:
-DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024).
+DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024); four bits in groups of a row: Frantar et al., "GPTQ" (2022).
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from tritonllm.kernels.dense.arguments import NOT_SCALED, Scaled
-from tritonllm.kernels.dense.weight import FP8, INT8, NARROW, PLAIN, Groups, Weight, load_tile, tile_at
+from tritonllm.kernels.dense.arguments import NOT_SCALED, UNIT, Scaled, half_unit
+from tritonllm.kernels.dense.weight import FP8, INT4, INT8, NARROW, PLAIN, Groups, Weight, load_tile, tile_at
+from tritonllm.kernels.dense.widen import widen_bytes, widen_nibbles, widens_in_place
 from tritonllm.kernels.runtime.checks import check_tensor, require
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
 from tritonllm.kernels.runtime.registry import register_op, with_reference
 
-LARGEST = {FP8: 448.0, INT8: 127.0}
+LARGEST = {FP8: 448.0, INT8: 127.0, INT4: 7.0}
+ZERO = 8  # of four bits without zero points
 SMALLEST = 2.0**-100  # a group whose largest magnitude is below counts as if it were this: its scale is not 0
 BY_ROW = Groups()
 _BLOCK_N, _BLOCK_K = 8, 512
@@ -46,21 +48,23 @@ def quantize_weight(
 
     Args:
         weight: ``[N, K]`` float16, bfloat16 or float32.
-        format: ``"fp8"`` (float8_e4m3fn, up to 448) or ``"int8"`` (-127 to 127).
+        format: ``"fp8"`` (float8_e4m3fn, up to 448), ``"int8"`` (-127 to 127) or ``"int4"`` (-7 to 7), of which K is
+            in whole :func:`units <unit_of>`.
         groups: what shares a scale; by default each row has one.
         largest: ``groups.shape(N, K)`` float32, the largest magnitude of each group, where the weight is a part of one;
             by default its own.
 
     Raises:
-        ValueError: another format, groups that are not :class:`~tritonllm.kernels.Groups`, or numbers that are not
-            finite.
+        ValueError: another format, groups or a K that do not fit, or numbers that are not finite.
     """
     require(format in NARROW, f"format must be one of {', '.join(NARROW)}, got {format!r}")
     check_tensor("weight", weight, (None, None))
     check_groups(groups)
     n, k = weight.shape
+    check_columns("weight", format, groups, k)
     if not weight.numel():
-        return Weight(weight.to(NARROW[format]), weight.new_ones(groups.shape(n, k)).float(), format, groups)
+        data = weight.new_empty(n, k // 2 if format == INT4 else k, dtype=NARROW[format])
+        return Weight(data, weight.new_ones(groups.shape(n, k)).float(), format, groups)
     largest = _largest(weight, groups) if largest is None else largest
     check_tensor("largest", largest, groups.shape(n, k), dtype=torch.float32, like=weight)
     require(bool(torch.isfinite(largest).all()), "weight must be finite: a narrow format has no place for NaN and inf")
@@ -69,7 +73,46 @@ def quantize_weight(
         mantissa, exponent = torch.frexp(scales)
         scales = torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).int())
     numbers = (weight.float() / _spread(scales, groups, n, k)).clamp(-LARGEST[format], LARGEST[format])
+    if format == INT4:
+        return Weight(pack_nibbles((numbers.round() + ZERO).to(torch.uint8), groups), scales, format, groups)
     return Weight((numbers.round() if format == INT8 else numbers).to(NARROW[format]), scales, format, groups)
+
+
+def unit_of(groups: Groups) -> int:
+    """The columns of a weight of four bits that are packed together (:mod:`tritonllm.kernels.dense.weight`)."""
+    return min(groups.columns or UNIT, UNIT)
+
+
+def pack_nibbles(numbers: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """The data of a weight in the format ``"int4"``.
+
+    Args:
+        numbers: ``[..., K]`` uint8 from 0 to 15, K in whole :func:`units <unit_of>`.
+        groups: what shares a scale.
+
+    Returns:
+        ``[..., K / 2]`` uint8.
+    """
+    low, high = numbers.unflatten(-1, (-1, 2, unit_of(groups) // 2)).unbind(-2)
+    return (low | high << 4).flatten(-2)
+
+
+def unpack_nibbles(data: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """What :func:`pack_nibbles` has packed."""
+    units = data.unflatten(-1, (-1, unit_of(groups) // 2))
+    return torch.stack((units & 15, units >> 4), -2).flatten(-3)
+
+
+def check_columns(name: str, format: str, groups: Groups, k: int) -> None:
+    """Check that a weight of so many columns has whole units of 32 columns or more, if it is of four bits.
+
+    Raises:
+        ValueError: it has not.
+    """
+    few = format == INT4 and groups.columns == 16
+    require(not few, "groups.columns must be 0 (all) or 32 or more for the format 'int4'")
+    fits = format != INT4 or k % unit_of(groups) == 0
+    require(fits, f"{name} must have a multiple of {unit_of(groups)} columns in the format 'int4', got {k}")
 
 
 def check_groups(groups: Groups) -> None:
@@ -93,12 +136,19 @@ def check_narrow(name: str, weight: Weight, k: int, x: torch.Tensor) -> None:
     require(
         weight.format in NARROW, f"{name} must be a plain or a narrow weight, got one of the format {weight.format!r}"
     )
-    check_tensor(f"{name}.data", weight.data, ("N", k), dtype=NARROW[weight.format], like=x)
     check_groups(weight.groups)
+    check_columns(name, weight.format, weight.groups, k)
+    columns = k // 2 if weight.format == INT4 else k
+    check_tensor(f"{name}.data", weight.data, ("N", columns), dtype=NARROW[weight.format], like=x)
     require(weight.scales is not None, f"{name}.scales must be there for the format {weight.format!r}")
     assert weight.scales is not None
     shape = weight.groups.shape(len(weight.data), k)
-    check_tensor(f"{name}.scales", weight.scales, shape, dtype=torch.float32, like=x)
+    check_tensor(f"{name}.scales", weight.scales, shape, like=x)
+    if weight.zeros is not None:
+        require(weight.format == INT4, f"{name}.zeros must be None for the format {weight.format!r}")
+        check_tensor(f"{name}.zeros", weight.zeros, shape, dtype=torch.uint8, like=x)
+        same = weight.zeros.stride(0) == weight.scales.stride(0)
+        require(same, f"{name}.zeros must have the strides of {name}.scales")
     if weight.format == FP8 and x.is_cuda:
         major, minor = torch.cuda.get_device_capability(x.device)
         require(
@@ -109,8 +159,9 @@ def check_narrow(name: str, weight: Weight, k: int, x: torch.Tensor) -> None:
 
 @triton.jit
 def _widen_kernel(
-    data_ptr,  # [N, K]
+    data_ptr,  # [N, K]; [N, K / 2] if HALF
     scales_ptr,  # [N / GROUP_N, K / GROUP_K]
+    zeros_ptr,  # likewise, or None
     out_ptr,  # [N, K]
     N,
     K,
@@ -122,42 +173,61 @@ def _widen_kernel(
     EVEN_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    HALF: tl.constexpr,
+    IN_PLACE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program: one tile."""
     wait_for_previous(PDL)
     b_row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     b_row = tl.minimum(b_row, N - 1)  # rows beyond the last are written again, with what they have
-    b_k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    b_byte = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    b_k = b_byte // HALF * (2 * HALF) + b_byte % HALF if HALF else b_byte
     m_k = None if EVEN_K else b_k < K
-    b_numbers = load_tile(tile_at(data_ptr, b_row, b_k, stride_data), 0, m_k, "evict_first").to(tl.float32)
-    if GROUP_K:
-        b_scale = tl.load(tile_at(scales_ptr, b_row // GROUP_N, tl.minimum(b_k, K - 1) // GROUP_K, stride_scales))
+    b_bytes = load_tile(tile_at(data_ptr, b_row, b_byte, stride_data), 0, m_k, "evict_first")
+    b_group = tl.minimum(b_k, K - 1) // GROUP_K if GROUP_K else 0  # both halves are of one group
+    b_scale = tl.load(tile_at(scales_ptr, b_row // GROUP_N, b_group, stride_scales)).to(tl.float32)
+    p_out = tile_at(out_ptr, b_row, b_k, stride_out)
+    if HALF:
+        b_zero = tl.full([1, 1], 8.0, tl.float32)
+        if zeros_ptr is not None:
+            b_zero = tl.load(tile_at(zeros_ptr, b_row // GROUP_N, b_group, stride_scales)).to(tl.float32)
+        b_numbers, b_high = widen_nibbles(b_bytes, b_zero, tl.float32, IN_PLACE)
+        let_next_start(PDL)
+        tl.store(p_out + HALF, (b_high * b_scale).to(out_ptr.dtype.element_ty), mask=m_k)
     else:
-        b_scale = tl.load(tile_at(scales_ptr, b_row // GROUP_N, 0, stride_scales))
-    let_next_start(PDL)
-    tl.store(tile_at(out_ptr, b_row, b_k, stride_out), (b_numbers * b_scale).to(out_ptr.dtype.element_ty), mask=m_k)
+        b_numbers = widen_bytes(b_bytes, tl.float32, IN_PLACE)
+        let_next_start(PDL)
+    tl.store(p_out, (b_numbers * b_scale).to(out_ptr.dtype.element_ty), mask=m_k)
 
 
 def _widen_reference(data: torch.Tensor, out: torch.Tensor, scaled: Scaled) -> None:
     assert scaled.scales is not None
     groups = Groups(scaled.group_rows, scaled.group_columns)
-    out.copy_(data.float() * _spread(scaled.scales, groups, *data.shape))
+    if data.dtype != torch.uint8:
+        numbers = data.float()
+    elif scaled.zeros is None:
+        numbers = unpack_nibbles(data, groups).float() - ZERO
+    else:
+        numbers = unpack_nibbles(data, groups).float() - _spread(scaled.zeros, groups, *out.shape)
+    out.copy_(numbers * _spread(scaled.scales, groups, *out.shape).float())
 
 
 @register_op(mutates=("out",), reference=_widen_reference)
 def _widen(data: torch.Tensor, out: torch.Tensor, scaled: Scaled) -> None:
-    (n, k), scales = data.shape, scaled.scales
+    (n, k), scales = out.shape, scaled.scales
     if not data.numel():
         return
     assert scales is not None
-    _widen_kernel[(triton.cdiv(k, _BLOCK_K), triton.cdiv(n, _BLOCK_N))](
-        *(data, scales, out, n, k, data.stride(0), scales.stride(0), out.stride(0)),
+    _widen_kernel[(triton.cdiv(data.shape[1], _BLOCK_K), triton.cdiv(n, _BLOCK_N))](
+        *(data, scales, scaled.zeros, out, n, k, data.stride(0), scales.stride(0), out.stride(0)),
         GROUP_N=scaled.group_rows,
         GROUP_K=scaled.group_columns,
-        EVEN_K=k % _BLOCK_K == 0,
+        EVEN_K=data.shape[1] % _BLOCK_K == 0,
         BLOCK_N=_BLOCK_N,
         BLOCK_K=_BLOCK_K,
+        HALF=half_unit(data, scaled),
+        IN_PLACE=widens_in_place(data.device),
         num_warps=4,
         **dependent_launch(out.device),
     )
@@ -165,12 +235,17 @@ def _widen(data: torch.Tensor, out: torch.Tensor, scaled: Scaled) -> None:
 
 def scales_of(weight: Weight) -> Scaled:
     """What kernels take of a weight beside its numbers."""
-    return NOT_SCALED if weight.scales is None else Scaled(weight.scales, *weight.groups)
+    return NOT_SCALED if weight.scales is None else Scaled(weight.scales, *weight.groups, weight.zeros)
+
+
+def columns_of(data: torch.Tensor) -> int:
+    """K of a weight with this data."""
+    return data.shape[1] * (2 if data.dtype == torch.uint8 else 1)
 
 
 def widen_numbers(data: torch.Tensor, scaled: Scaled, dtype: torch.dtype) -> torch.Tensor:
     """:func:`widen_weight` of what is known to fit."""
-    out = torch.empty(data.shape, dtype=dtype, device=data.device)
+    out = torch.empty(len(data), columns_of(data), dtype=dtype, device=data.device)
     _widen(data, out, *scaled)
     return out
 
@@ -179,7 +254,7 @@ def widen_weight(weight: Weight, dtype: torch.dtype, *, out: torch.Tensor | None
     """The numbers of a weight times their scales, ``[N, K]``; those of a plain weight as they are.
 
     Args:
-        weight: in the format ``"plain"``, ``"fp8"`` or ``"int8"``.
+        weight: in the format ``"plain"``, ``"fp8"``, ``"int8"`` or ``"int4"``.
         dtype: float16, bfloat16 or float32, to which each is rounded.
         out: ``[N, K]`` of that dtype to write into; by default a new tensor.
 
@@ -188,9 +263,10 @@ def widen_weight(weight: Weight, dtype: torch.dtype, *, out: torch.Tensor | None
     """
     if weight.format == PLAIN:
         return weight.data.to(dtype) if out is None else out.copy_(weight.data)
-    check_narrow("weight", weight, weight.data.shape[-1], weight.data)
-    out = torch.empty(weight.data.shape, dtype=dtype, device=weight.data.device) if out is None else out
-    check_tensor("out", out, tuple(weight.data.shape), dtype=dtype, like=weight.data)
+    shape = len(weight.data), weight.columns
+    check_narrow("weight", weight, shape[1], weight.data)
+    out = torch.empty(shape, dtype=dtype, device=weight.data.device) if out is None else out
+    check_tensor("out", out, shape, dtype=dtype, like=weight.data)
     _widen(weight.data, out, *scales_of(weight))
     return out
 

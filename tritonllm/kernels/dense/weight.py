@@ -4,8 +4,11 @@ Layers hold a :class:`Weight`, and public operations take one wherever they take
 
 - ``plain``: elements of float16, bfloat16 or float32 as they are multiplied, ``[N, K]`` or of experts ``[E, N, K]``;
 - ``onednn``: laid out for the CPU's products, which alone can read it (:mod:`tritonllm.kernels.dense.cpu`);
-- ``fp8``: float8_e4m3fn, and ``int8``: int8, ``[N, K]``, with float32 scales of groups (:class:`Groups`): an element
-  is its number times its group's scale. :func:`tritonllm.kernels.linear` alone reads these so far.
+- ``fp8``: float8_e4m3fn, and ``int8``: int8, ``[N, K]``, with scales of groups (:class:`Groups`): an element is its
+  number times its group's scale. :func:`tritonllm.kernels.linear` alone reads these so far, and
+- ``int4``: uint8 ``[N, K / 2]``, numbers from 0 to 15, of which the group's zero point is taken away first. Of each run
+  of 128 columns, or of a group where it is shorter, the first half lies in the low nibbles, the second in the high:
+  both are tiles of neighbouring columns then, and none has to be taken apart.
 
 The Triton kernels of products, experts and routers read a weight through :func:`tile_at` and :func:`load_tile`, so a
 narrow format is one more case there, with its scales. Hopper's kernels let the bulk copy
@@ -21,8 +24,9 @@ import triton.language as tl
 
 from tritonllm.kernels.runtime.checks import require
 
-PLAIN, ONEDNN, FP8, INT8 = "plain", "onednn", "fp8", "int8"
-NARROW = {FP8: torch.float8_e4m3fn, INT8: torch.int8}  # formats with scales, and the dtype of their elements
+PLAIN, ONEDNN, FP8, INT8, INT4 = "plain", "onednn", "fp8", "int8", "int4"
+# formats with scales, and the dtype of what holds their elements
+NARROW = {FP8: torch.float8_e4m3fn, INT8: torch.int8, INT4: torch.uint8}
 # Of a weight that a program asks for before the kernel before it ends. The four products of a layer, 5 to 32 rows, take
 # less on an H100: of Qwen3-0.6B 3 to 6%, a half of Llama-3.1-70B 1%, of Llama-3.1-8B and 3.2-1B 0 to 0.5%. With 64 KB
 # all but the half take more, up to 7%: what is asked for takes the memory's time from the kernel before.
@@ -50,15 +54,22 @@ class Weight(NamedTuple):
 
     Attributes:
         data: the elements, as the format says.
-        scales: ``groups.shape(N, K)`` float32 of the formats ``"fp8"`` and ``"int8"``, else ``None``.
-        format: ``"plain"``, ``"onednn"``, ``"fp8"`` or ``"int8"``.
-        groups: what shares a scale.
+        scales: ``groups.shape(N, K)`` float32, float16 or bfloat16 of the narrow formats, else ``None``.
+        format: ``"plain"``, ``"onednn"``, ``"fp8"``, ``"int8"`` or ``"int4"``.
+        groups: what shares a scale and a zero point.
+        zeros: the zero points of ``"int4"``, shaped as the scales, uint8 from 0 to 15; ``None``: all are 8.
     """
 
     data: torch.Tensor
     scales: torch.Tensor | None = None
     format: str = PLAIN
     groups: Groups = Groups()
+    zeros: torch.Tensor | None = None
+
+    @property
+    def columns(self) -> int:
+        """K."""
+        return self.data.shape[-1] * (2 if self.format == INT4 else 1)
 
 
 def elements(name: str, weight: torch.Tensor | Weight) -> torch.Tensor:

@@ -113,8 +113,8 @@ def _linear(bound: Bound, result: Any) -> Cost:
     """``x[..., K] @ weight[N, K].T``: torch's, oneDNN's, and ours with what is fused into it."""
     x = next(bound[name] for name in ("input", "x", "X") if name in bound)
     weight = next(bound[name] for name in ("weight", "W") if name in bound)
-    columns, inner = weight.shape
-    others = [bound.get(name) for name in ("bias", "B", "norm_weight", "squares", "next_weight")]
+    columns, inner = weight.shape[0], x.shape[-1]
+    others = [bound.get(name) for name in ("bias", "B", "norm_weight", "squares", "next_weight", "scales", "zeros")]
     written = [result, *(bound.get(name) for name in ("out", "scaled", "next_squares", "logits", "normed"))]
     added = bound["out"] if bound.get("add") else None
     flops = product_flops(x.numel() // max(1, inner), inner, columns)

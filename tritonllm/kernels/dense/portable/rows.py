@@ -13,8 +13,9 @@ kernel drains, or attention waits for its own results, the memory reads the next
 import triton
 import triton.language as tl
 
-from tritonllm.kernels.dense.arguments import Fused, Operands, Scaled
+from tritonllm.kernels.dense.arguments import Fused, Operands, Scaled, half_unit
 from tritonllm.kernels.dense.weight import load_tile, tile_at
+from tritonllm.kernels.dense.widen import widen_bytes, widen_nibbles, widens_in_place
 from tritonllm.kernels.elementwise import activate
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.dependent_launch import let_next_start, wait_for_previous
@@ -25,10 +26,11 @@ MAX_ROWS = 2
 @triton.jit(do_not_specialize=["M"])
 def linear_rows_kernel(
     x_ptr,  # [M, K]
-    weight_ptr,  # [N, K]; [2 N, K] if GATED
+    weight_ptr,  # [N, K]; [2 N, K] if GATED; K / 2 bytes in a row if HALF
     bias_ptr,  # [N] or [2 N], or None
     norm_ptr,  # [K] weight of the RMS norm of x, or None
-    scales_ptr,  # [weight rows / GROUP_N, K / GROUP_K] float32, or None
+    scales_ptr,  # [weight rows / GROUP_N, K / GROUP_K], or None
+    zeros_ptr,  # likewise, uint8; None: 8 where there are nibbles
     out_ptr,  # [M, N]; read too if ADD
     M,
     N,
@@ -51,6 +53,8 @@ def linear_rows_kernel(
     ROWS: tl.constexpr,  # M rounded up to a power of two
     GROUP_N: tl.constexpr,
     GROUP_K: tl.constexpr,  # divides BLOCK_K; 0: a group has all columns
+    HALF: tl.constexpr,  # so many columns are the low nibbles of so many bytes, and the next the high; 0: no nibbles
+    IN_PLACE: tl.constexpr,
     BLOCK_N: tl.constexpr,  # rows of the weight, two for each column of the output if GATED
     BLOCK_K: tl.constexpr,
 ):
@@ -64,29 +68,45 @@ def linear_rows_kernel(
         b_row = tl.minimum(tl.program_id(0) * COLUMNS + b_pair // 2, N - 1) + b_pair % 2 * N
     else:
         b_row = tl.minimum(b_col, N - 1)
-    b_k = tl.arange(0, BLOCK_K)[None, :]
+    HALVES: tl.constexpr = 2 if HALF else 1
+    BYTES: tl.constexpr = BLOCK_K // HALVES
+    b_k = tl.arange(0, BYTES)[None, :]
     p_weight = tile_at(weight_ptr, b_row, b_k, stride_weight)
+    if HALF:
+        b_k = b_k // HALF * (2 * HALF) + b_k % HALF
     if not EARLY:
         wait_for_previous(PDL)
     weights: tl.tuple = ()
     norms: tl.tuple = ()
     factors: tl.tuple = ()
+    zeros: tl.tuple = ()
     if scales_ptr is not None:
         p_factor = tile_at(scales_ptr, b_row // GROUP_N, 0, stride_scales)
         if not GROUP_K:
             factors += (tl.reshape(tl.load(p_factor), [BLOCK_N]),)
+        if zeros_ptr is not None:
+            p_zero = tile_at(zeros_ptr, b_row // GROUP_N, 0, stride_scales)
     for t in tl.static_range(TILES):
         at = t * BLOCK_K + b_k
         # each weight is used once: other lines shall stay in the cache rather than these
         if EVEN_K or t < TILES - 1:
-            weights += (load_tile(p_weight, t * BLOCK_K, None, "evict_first"),)
+            weights += (load_tile(p_weight, t * BYTES, None, "evict_first"),)
         else:
-            weights += (load_tile(p_weight, t * BLOCK_K, at < K, "evict_first"),)
+            weights += (load_tile(p_weight, t * BYTES, at < K, "evict_first"),)
         if norm_ptr is not None:
             norms += (tl.load(norm_ptr + at, mask=at < K, other=0.0),)
+            if HALF:
+                norms += (tl.load(norm_ptr + at + HALF, mask=at < K, other=0.0),)
         if GROUP_K:
             b_group = t * (BLOCK_K // GROUP_K) + tl.arange(0, BLOCK_K // GROUP_K)[None, :]
             factors += (tl.load(p_factor + b_group, mask=b_group * GROUP_K < K, other=0.0),)
+        if HALF:
+            if zeros_ptr is None:
+                zeros += (tl.full([1, 1], 8.0, tl.float32),)
+            elif GROUP_K:  # each column's, from the nearest cache
+                zeros += (tl.load(p_zero + at // GROUP_K, mask=at < K, other=0).to(tl.float32),)
+            else:
+                zeros += (tl.load(p_zero).to(tl.float32),)
     if LATE:
         let_next_start(PDL)
     if EARLY:
@@ -100,23 +120,31 @@ def linear_rows_kernel(
         if GROUP_K:
             b_y = tl.zeros([BLOCK_N], tl.float32)
         else:
-            b_sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-        b_squares = tl.zeros([1, BLOCK_K], tl.float32)
+            b_sums = tl.zeros([BLOCK_N, BYTES], tl.float32)
+        b_squares = tl.zeros([1, BYTES], tl.float32)
         for t in tl.static_range(TILES):
-            at = t * BLOCK_K + b_k
-            b_x = tl.load(x_ptr + m * stride_x + at, mask=(at < K) & (m < M), other=0.0).to(tl.float32)
-            if norm_ptr is not None:
-                b_squares += b_x * b_x
-                b_x *= norms[t].to(tl.float32) + norm_offset
-            if GROUP_K:
-                b_products = tl.reshape(weights[t].to(tl.float32) * b_x, [BLOCK_N, BLOCK_K // GROUP_K, GROUP_K])
-                b_y += tl.sum(tl.sum(b_products, axis=2) * factors[t], axis=1)
+            if HALF:
+                halves = widen_nibbles(weights[t], zeros[t], tl.float32, IN_PLACE)
+            elif scales_ptr is not None:
+                halves = (widen_bytes(weights[t], tl.float32, IN_PLACE),)
             else:
-                b_sums += weights[t].to(tl.float32) * b_x
+                halves = (weights[t].to(tl.float32),)
+            if GROUP_K:
+                b_sums = tl.zeros([BLOCK_N, BYTES], tl.float32)
+            for h in tl.static_range(HALVES):
+                at = t * BLOCK_K + h * HALF + b_k
+                b_x = tl.load(x_ptr + m * stride_x + at, mask=(at < K) & (m < M), other=0.0).to(tl.float32)
+                if norm_ptr is not None:
+                    b_squares += b_x * b_x
+                    b_x *= norms[t * HALVES + h].to(tl.float32) + norm_offset
+                b_sums += halves[h] * b_x
+            if GROUP_K:
+                b_groups = tl.reshape(b_sums, [BLOCK_N, BLOCK_K // GROUP_K, GROUP_K // HALVES])
+                b_y += tl.sum(tl.sum(b_groups, axis=2) * factors[t].to(tl.float32), axis=1)
         if not GROUP_K:
             b_y = tl.sum(b_sums, axis=1)
             if scales_ptr is not None:
-                b_y *= factors[0]
+                b_y *= factors[0].to(tl.float32)
         if norm_ptr is not None:  # one factor for the whole row of x, so it can wait until the end
             b_y *= tl.rsqrt(tl.sum(b_squares) / K + eps)
         if bias_ptr is not None:
@@ -136,13 +164,15 @@ def launch_rows(
 ) -> None:
     x, weight, bias, norm_weight, out, _ = operands
     m, k = x.shape
-    block_n, block_k = config["BLOCK_N"], max(config["BLOCK_K"], scaled.group_columns)
+    half = half_unit(weight, scaled)
+    block_n, block_k = config["BLOCK_N"], max(config["BLOCK_K"], scaled.group_columns, 2 * half)
     linear_rows_kernel[(triton.cdiv(weight.shape[0], block_n),)](
         x,
         weight,
         bias,
         norm_weight,
         scaled.scales,
+        scaled.zeros,
         out,
         m,
         out.shape[1],
@@ -164,6 +194,8 @@ def launch_rows(
         ROWS=triton.next_power_of_2(m),
         GROUP_N=scaled.group_rows,
         GROUP_K=scaled.group_columns,
+        HALF=half,
+        IN_PLACE=scaled.scales is not None and widens_in_place(weight.device),
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         num_warps=config["num_warps"],

@@ -11,19 +11,31 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonllm.kernels.dense.arguments import Fused, Operands, Scaled
+from tritonllm.kernels.dense.arguments import Fused, Operands, Scaled, half_unit
 from tritonllm.kernels.dense.weight import fetch_ahead, lines_ahead, load_tile, tile_at
+from tritonllm.kernels.dense.widen import widen_bytes, widen_nibbles, widens_in_place
 from tritonllm.kernels.elementwise import activate
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.dependent_launch import let_next_start, wait_for_previous
 
 
+@triton.jit
+def _multiply(b_x, b_weight, acc, TURNED: tl.constexpr):
+    """``acc [M, N]`` and the product of a step; ``[N, M]`` if TURNED."""
+    if TURNED:
+        acc = tl.dot(b_weight, tl.trans(b_x), acc, input_precision="ieee")
+    else:
+        acc = tl.dot(b_x, tl.trans(b_weight), acc, input_precision="ieee")
+    return acc
+
+
 @triton.jit(do_not_specialize=["M"])
 def linear_tiles_kernel(
     x_ptr,  # [M, K]
-    weight_ptr,  # [N, K]; [2 N, K] if GATED
+    weight_ptr,  # [N, K]; [2 N, K] if GATED; K / 2 bytes in a row if HALF
     bias_ptr,  # [N] or [2 N], or None
-    scales_ptr,  # [weight rows / GROUP_N, K / GROUP_K] float32, or None
+    scales_ptr,  # [weight rows / GROUP_N, K / GROUP_K], or None
+    zeros_ptr,  # likewise, uint8; None: 8 where there are nibbles
     out_ptr,  # [M, N]; read too if ADD
     part_ptr,  # [SPLIT_K, M, weight rows] float32
     count_ptr,  # [programs along N] int32 zeros, which they are again in the end
@@ -47,6 +59,9 @@ def linear_tiles_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_N: tl.constexpr,
     GROUP_K: tl.constexpr,  # BLOCK_K divides it; 0: a group has all columns
+    HALF: tl.constexpr,  # so many columns are the low nibbles of so many bytes, and the next the high; 0: no nibbles
+    TURNED: tl.constexpr,  # the weight is the left operand, which the tensor cores of Hopper take from registers
+    IN_PLACE: tl.constexpr,
     AHEAD: tl.constexpr,  # lines of each row of the weight that are asked for before the kernel before this one ends
 ):
     let_next_start(PDL)
@@ -60,31 +75,54 @@ def linear_tiles_kernel(
         b_row = tl.minimum(tile * COLUMNS + b_pair // 2, N - 1) + b_pair % 2 * N
     else:
         b_row = tl.minimum(b_col, N - 1)
-    at = tl.arange(0, BLOCK_K)[None, :]
+    BYTES: tl.constexpr = BLOCK_K // 2 if HALF else BLOCK_K
+    at = tl.arange(0, BYTES)[None, :]
     p_weight = tile_at(weight_ptr, b_row, at, stride_weight)
+    if HALF:
+        at = at // HALF * (2 * HALF) + at % HALF
     p_x = x_ptr + b_m * stride_x + at
     if scales_ptr is not None:
-        p_factor = scales_ptr + (b_row // GROUP_N).to(tl.int64) * stride_scales
+        b_group = (b_row // GROUP_N).to(tl.int64) * stride_scales
+        p_factor = scales_ptr + b_group
+    if HALF:
+        b_zero = tl.full([BLOCK_N], 8.0, tl.float32)
+        if zeros_ptr is not None and not GROUP_K:
+            b_zero = tl.load(zeros_ptr + b_group).to(tl.float32)
     m_m = b_m < M
     steps = tl.cdiv(K, BLOCK_K)
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    acc = tl.zeros([BLOCK_N, BLOCK_M] if TURNED else [BLOCK_M, BLOCK_N], tl.float32)
     if PDL and AHEAD:
-        fetch_ahead(weight_ptr, b_row, steps * part // SPLIT_K * BLOCK_K, stride_weight, AHEAD)
+        fetch_ahead(weight_ptr, b_row, steps * part // SPLIT_K * BYTES, stride_weight, AHEAD)
     wait_for_previous(PDL)
     for step in tl.range(steps * part // SPLIT_K, steps * (part + 1) // SPLIT_K, num_stages=STAGES):
         start = step * BLOCK_K
         if EVEN_K:
-            b_weight = load_tile(p_weight, start, None, "evict_first")
+            b_weight = load_tile(p_weight, step * BYTES, None, "evict_first")
             b_x = tl.load(p_x + start, mask=m_m, other=0.0)
         else:
             m_k = at + start < K
-            b_weight = load_tile(p_weight, start, m_k, "evict_first")
+            b_weight = load_tile(p_weight, step * BYTES, m_k, "evict_first")
             b_x = tl.load(p_x + start, mask=m_m & m_k, other=0.0)
+        if HALF:
+            if zeros_ptr is not None and GROUP_K:
+                b_zero = tl.load(zeros_ptr + b_group + start // GROUP_K).to(tl.float32)
+            m_high = m_m if EVEN_K else m_m & m_k
+            b_high_x = tl.load(p_x + start + HALF, mask=m_high, other=0.0)
+            b_weight, b_high = widen_nibbles(b_weight, b_zero[:, None], b_x.dtype, IN_PLACE)
+        elif scales_ptr is not None:
+            b_weight = widen_bytes(b_weight, b_x.dtype, IN_PLACE)
         if GROUP_K:
-            b_product = tl.dot(b_x, tl.trans(b_weight.to(b_x.dtype)), input_precision="ieee")
-            acc += b_product * tl.load(p_factor + start // GROUP_K)[None, :]
+            b_product = _multiply(b_x, b_weight, tl.zeros_like(acc), TURNED)
+            if HALF:
+                b_product = _multiply(b_high_x, b_high, b_product, TURNED)
+            b_factor = tl.load(p_factor + start // GROUP_K).to(tl.float32)
+            acc += b_product * (b_factor[:, None] if TURNED else b_factor[None, :])
         else:
-            acc = tl.dot(b_x, tl.trans(b_weight.to(b_x.dtype)), acc, input_precision="ieee")
+            acc = _multiply(b_x, b_weight, acc, TURNED)
+            if HALF:
+                acc = _multiply(b_high_x, b_high, acc, TURNED)
+    if TURNED:
+        acc = tl.trans(acc)
     last = True
     if SPLIT_K > 1:
         rows = tl.num_programs(0) * BLOCK_N
@@ -100,7 +138,7 @@ def linear_tiles_kernel(
                 acc += tl.load(p_part + i * stride_part, mask=m_m, other=0.0, cache_modifier=".cg")
     if last:
         if scales_ptr is not None and not GROUP_K:
-            acc *= tl.load(p_factor)[None, :]
+            acc *= tl.load(p_factor).to(tl.float32)[None, :]
         if bias_ptr is not None:
             acc += tl.load(bias_ptr + b_row).to(tl.float32)[None, :]
         if GATED:
@@ -121,8 +159,10 @@ def launch_tiles(
     operands: Operands, fused: Fused, scaled: Scaled, config: tuning.Config, launch: dict[str, bool]
 ) -> None:
     x, weight, bias, _, out, workspace = operands
-    (m, k), (rows, _) = x.shape, weight.shape
+    (m, k), rows = x.shape, len(weight)
+    half = half_unit(weight, scaled)
     block_k, split = min(config["BLOCK_K"], scaled.group_columns or config["BLOCK_K"]), config["SPLIT_K"]
+    block_k = max(block_k, 2 * half)
     tiles = triton.cdiv(rows, config["BLOCK_N"])
     parts = count = None
     if split > 1:
@@ -133,6 +173,7 @@ def launch_tiles(
         weight,
         bias,
         scaled.scales,
+        scaled.zeros,
         out,
         parts,
         count,
@@ -155,7 +196,10 @@ def launch_tiles(
         BLOCK_K=block_k,
         GROUP_N=scaled.group_rows,
         GROUP_K=scaled.group_columns,
-        AHEAD=lines_ahead(config["BLOCK_N"], k // split, weight) if fused.constant_weight else 0,
+        HALF=half,
+        TURNED=bool(config.get("TURNED", False)),
+        IN_PLACE=scaled.scales is not None and widens_in_place(weight.device),
+        AHEAD=lines_ahead(config["BLOCK_N"], weight.shape[1] // split, weight) if fused.constant_weight else 0,
         num_warps=config["num_warps"],
         **launch,
     )
