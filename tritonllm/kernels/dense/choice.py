@@ -100,34 +100,46 @@ def default_narrow_config(m: int, n: int, k: int, gated: str, format: str, group
     """For weights of a byte or half a byte an element, up to 128 rows; ``group``: the columns that share a scale, 0 for
     all.
 
-    Of some 20 configurations for four weights of Llama-3.1-8B, on an H200. One row: 128 or 256 bytes a thread of a
-    large weight, else 64; of four bits in a long or gated weight, tiles. Up to 32 rows the tensor cores take the rows
-    as their left operand, beyond them the weights, from registers. What a group scales is a product of its own, so
-    tiles have its columns at most (docs/notebook/narrow-products.md).
+    Of some 30 configurations for four weights of Llama-3.1-8B, on an H200. One row: 4 rows of a weight of up to 4096
+    columns, one of a longer; of four bits and gated, tiles. Up to 32 rows the tensor cores take the rows as their left
+    operand, beyond them the weights, from registers. What a group scales is a product of its own, so tiles have its
+    columns at most (docs/notebook/narrow-products.md).
     """
     small, bits4 = n * k <= SMALL, format == "int4"
-    if m == 1 and not (bits4 and (gated == "yes" or k > 8192)):
-        large = n * k > 2**24
-        block_n = 4 if k <= 4096 and n >= 2048 and not large else 2
-        tile = {"BLOCK_N": block_n, "BLOCK_K": min(max(32, triton.next_power_of_2(k)), 4096)}
-        weights = block_n * triton.next_power_of_2(k)
-        tile["num_warps"] = min(8, max(1, weights // (32 * (64 if not large else 128 if k <= 4096 else 256))))
-        return {"kernel": "rows", "LATE": SMALL < n * k <= 2**25} | tile
+    if m == 1 and not (bits4 and gated == "yes" and not small):
+        return _rows_of_one(n, k, gated, group)
     if small and not group:
         return _of(WeightTile(32, 128, 6), _parts(n, k, 32, 4 * PROCESSORS))
     tiles = triton.cdiv(n, 64)
     if m <= 16 and not group:
         return _of(WeightTile(32, 256, 4), _parts(n, k, 32, 4 * PROCESSORS))
-    if m <= 16 and tiles < 3 * PROCESSORS:
-        return _of(WeightTile(64, 128, 8), _parts(n, k, 64, 3 * PROCESSORS))
+    if m <= 16 and tiles < 3 * PROCESSORS and not (bits4 and k >= 8 * MIN_PART):
+        return _of(WeightTile(64, 128, 8), _parts(n, k, 64, (3 if bits4 else 2) * PROCESSORS))
     if m <= 32:
         split = min(max(2, 512 // tiles), max(1, k // MIN_PART), 8)
         return _of(WeightTile(64, 128, 4), split, turned=bits4 and m > 16)
     if bits4 and m <= 64 and tiles >= 2 * PROCESSORS:
         return _of(WeightTile(128, 128, 3), 1, turned=True)
-    if m <= 64:
-        return _of(WeightTile(64, 128, 4), _parts(n, k, 64, 3 * PROCESSORS), turned=True)
-    return _of(WeightTile(64, 128, 4), _parts(n, k, 64, PROCESSORS, 2), turned=True)
+    split = _parts(n, k, 64, 3 * PROCESSORS) if m <= 64 else _parts(n, k, 64, PROCESSORS, 2)
+    if m > 64 and not group and tiles * split <= PROCESSORS:
+        return _of(WeightTile(64, 256, 3), split, turned=True)
+    return _of(WeightTile(64, 128, 4 if tiles * split <= 2 * PROCESSORS else 3), split, turned=True)
+
+
+def _rows_of_one(n: int, k: int, gated: str, group: int) -> tuning.Config:
+    """One row with a narrow weight: 32 to 128 elements a thread."""
+    whole = max(32, triton.next_power_of_2(k))
+    if n * k <= SMALL:
+        block_n = 4 if n >= 2048 else 2
+        tile = {"BLOCK_N": block_n, "BLOCK_K": min(whole, 4096), "num_warps": max(1, min(8, block_n * whole // 2048))}
+    elif k <= 4096:
+        tile = {"BLOCK_N": 4, "BLOCK_K": min(whole, 2048 if group else 4096), "num_warps": 4}
+    else:
+        tile = {"BLOCK_N": 2, "BLOCK_K": 4096, "num_warps": 8} if gated == "yes" else _LONG
+    return {"kernel": "rows", "LATE": SMALL < n * k <= 2**25} | tile
+
+
+_LONG = {"BLOCK_N": 1, "BLOCK_K": 4096, "num_warps": 4}
 
 
 def _of(tile: WeightTile, split: int, *, turned: bool = False) -> tuning.Config:

@@ -55,25 +55,6 @@ sub.f32 d, d, o;
 cvt.rn.bf16x2.f32 $0, b, a;
 cvt.rn.bf16x2.f32 $1, d, c;
 }""")
-_INT8_TO_FP32 = tl.constexpr("""{
-.reg .b32 w, m, p, q, r, s;
-.reg .f32 o;
-xor.b32 w, $4, 0x80808080;
-mov.b32 m, 0x4b000000;
-mov.f32 o, 0f4B000080;
-prmt.b32 p, w, m, 0x7440;
-prmt.b32 q, w, m, 0x7441;
-prmt.b32 r, w, m, 0x7442;
-prmt.b32 s, w, m, 0x7443;
-mov.b32 $0, p;
-mov.b32 $1, q;
-mov.b32 $2, r;
-mov.b32 $3, s;
-sub.f32 $0, $0, o;
-sub.f32 $1, $1, o;
-sub.f32 $2, $2, o;
-sub.f32 $3, $3, o;
-}""")
 _INT8_TO_FP16 = tl.constexpr("""{
 .reg .b32 w, m, o;
 xor.b32 w, $2, 0x80808080;
@@ -130,9 +111,7 @@ def widen_bytes(b_bytes, dtype: tl.constexpr, IN_PLACE: tl.constexpr):
     if not IN_PLACE:
         b_wide = b_bytes.to(dtype)
     elif dtype == tl.float32 and b_bytes.dtype == tl.int8:
-        b_wide = tl.inline_asm_elementwise(
-            _INT8_TO_FP32, "=f,=f,=f,=f,r", [b_bytes], dtype=tl.float32, is_pure=True, pack=4
-        )
+        b_wide = widen_bytes(b_bytes, tl.bfloat16, True).to(tl.float32)
     elif dtype == tl.bfloat16:
         ASM: tl.constexpr = _INT8_TO_BF16 if b_bytes.dtype == tl.int8 else _FP8_TO_BF16
         b_wide = tl.inline_asm_elementwise(ASM, "=r,=r,r", [b_bytes], dtype=tl.bfloat16, is_pure=True, pack=4)
