@@ -1,8 +1,9 @@
 import pytest
 import torch
-from support.aot import assert_resources, assert_sass, compile_kernels, each_arch, every_of
+from support.aot import assert_resources, assert_sass, compile_kernels, each_arch, every_of, has_float8
 
-from tritonllm.kernels import fused_moe, moe_from_logits
+from tritonllm.kernels import Groups, Weight, fused_moe, moe_from_logits
+from tritonllm.kernels.dense.weight import NARROW
 from tritonllm.kernels.moe import tiles
 from tritonllm.kernels.runtime import tuning
 
@@ -106,3 +107,21 @@ def test_hopper_matrix_products(tokens):
         call(tokens, *QWEN3_30B)
     assert_sass(kernels, "HGMMA", "_gate_up_kernel")
     assert_sass(kernels, "HGMMA", "_down_kernel")
+
+
+@each_arch()
+@pytest.mark.parametrize("format", NARROW)
+def test_narrow_experts_compile(arch, format):
+    if format == "fp8" and not has_float8(arch):
+        pytest.skip("no conversion of e4m3 there: such a weight is refused")
+    experts, top_k, n, i = QWEN3_30B
+    groups = Groups(1, 32) if format == "int4" else Groups(128, 128)
+    both = []
+    for rows, k in ((2 * i, n), (n, i)):
+        data = torch.empty(rows, k // 2 if format == "int4" else k, dtype=NARROW[format]).expand(experts, -1, -1)
+        both.append(Weight(data, torch.empty(groups.shape(rows, k)).expand(experts, -1, -1), format, groups))
+    with compile_kernels(arch) as kernels:
+        for tokens in (1, 64, 640):
+            ids = torch.empty(tokens, top_k, dtype=torch.int32)
+            fused_moe(torch.empty(tokens, n, dtype=torch.bfloat16), *both, torch.empty(tokens, top_k), ids)
+    assert_resources(kernels)

@@ -13,7 +13,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from tritonllm.kernels import fused_moe, fused_moe_ref, moe_from_logits, moe_route
 from tritonllm.kernels.elementwise import GATED_ACTIVATIONS
-from tritonllm.kernels.moe.arguments import Result
+from tritonllm.kernels.moe.arguments import Experts, Result
 from tritonllm.kernels.runtime import tuning
 
 SMALL_TILE = {"kernel": "portable", "BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 16, "GROUP_M": 2, "num_warps": 1}
@@ -356,11 +356,11 @@ def test_operator(device):
     biases = random_biases(w_down, torch.bfloat16).values()
     op = torch.ops.tritonllm.fused_moe.default
     experts, result = (
-        (w_gate_up, w_down, None, None, "silu"),
+        Experts(w_gate_up, w_down, None, None, "silu"),
         Result(torch.empty_like(x), False, 1.0, None, None, 0.0, 0.0),
     )
     torch.library.opcheck(op, (x, *experts, weights, ids, None, *result, False))
-    experts = (w_gate_up, w_down, *biases, "swigluoai")
+    experts = Experts(w_gate_up, w_down, *biases, "swigluoai")
     norm = (torch.empty_like(x), torch.rand(16, device=device), 1e-6, 1.0)
     torch.library.opcheck(op, (x, *experts, weights, ids, expert_map, torch.rand_like(x), True, 0.5, *norm, True))
 

@@ -11,6 +11,7 @@ from support.examples import examples
 from tritonllm.kernels import fused_moe, moe_from_logits, moe_from_logits_ref, moe_route
 from tritonllm.kernels.elementwise import GATED_ACTIVATIONS
 from tritonllm.kernels.moe import experts as moe_experts
+from tritonllm.kernels.moe.arguments import Experts
 from tritonllm.kernels.moe.portable import direct as moe_direct
 from tritonllm.kernels.runtime import tuning
 
@@ -184,7 +185,7 @@ def test_operator(device):
     x, logits, *experts = problem(2, 4, 16, 16, torch.float32, device)
     out = torch.rand(2, 16, device=device)
     op = torch.ops.tritonllm.moe_from_logits.default
-    rule, experts = (True, "softmax", 1, 1, 1.0, False), (*experts, None, None, "silu")
+    rule, experts = (True, "softmax", 1, 1, 1.0, False), Experts(*experts, None, None, "silu")
     for norm in ((None, None), (torch.empty(2, 16, device=device), torch.rand(16, device=device))):
         torch.library.opcheck(op, (x, logits, None, None, 2, *rule, *experts, out, True, 1.0, *norm, 1e-6, 0.0))
 

@@ -19,7 +19,7 @@ from tritonllm.kernels.dense import invariant
 from tritonllm.kernels.dense.arguments import NOT_SCALED, Fused, Operands, Scaled
 from tritonllm.kernels.dense.choice import TORCH, default_config, default_narrow_config
 from tritonllm.kernels.dense.cpu import whole_rows
-from tritonllm.kernels.dense.narrow import check_narrow, scales_of, widen_numbers
+from tritonllm.kernels.dense.narrow import check_narrow, narrow_key, scales_of, widen_numbers
 from tritonllm.kernels.dense.portable.rows import MAX_ROWS, launch_rows
 from tritonllm.kernels.dense.portable.tiles import launch_tiles
 from tritonllm.kernels.dense.weight import NARROW, Weight, elements
@@ -175,12 +175,6 @@ def _most_narrow_rows(x: torch.Tensor) -> int:
     """More take a narrow weight widened in memory: of other chips than Hopper, tiles of so many rows have no room."""
     chip = chip_of(x.device)
     return MAX_NARROW_M if x.dtype != torch.float32 and (chip is None or chip.arch == 90) else MAX_M
-
-
-def narrow_key(weight: torch.Tensor, scaled: Scaled) -> dict[str, int | str]:
-    """What of a narrow weight decides the kernel, beside its shape."""
-    formats = {dtype: name for name, dtype in NARROW.items()}
-    return {"format": formats[weight.dtype], "group": scaled.group_columns}
 
 
 def _checked(

@@ -127,8 +127,9 @@ def check_groups(groups: Groups) -> None:
     require(fits, f"groups.columns must be 0 (all) or a power of two from 16 to 4096, got {columns}")
 
 
-def check_narrow(name: str, weight: Weight, k: int, x: torch.Tensor) -> None:
-    """Check a weight ``[N, k]`` in a narrow format, on the device of ``x``.
+def check_narrow(name: str, weight: Weight, k: int, x: torch.Tensor, *, stacked: bool = False) -> None:
+    """Check a weight ``[N, k]`` in a narrow format, or several ``[E, N, k]`` that are ``stacked``, on the device of
+    ``x``.
 
     Raises:
         ValueError: a shape, dtype, format or device that does not fit; float8 on a chip that cannot convert it.
@@ -139,15 +140,16 @@ def check_narrow(name: str, weight: Weight, k: int, x: torch.Tensor) -> None:
     check_groups(weight.groups)
     check_columns(name, weight.format, weight.groups, k)
     columns = k // 2 if weight.format == INT4 else k
-    check_tensor(f"{name}.data", weight.data, ("N", columns), dtype=NARROW[weight.format], like=x)
+    wanted = ("E", "N", columns) if stacked else ("N", columns)
+    check_tensor(f"{name}.data", weight.data, wanted, dtype=NARROW[weight.format], like=x)
     require(weight.scales is not None, f"{name}.scales must be there for the format {weight.format!r}")
     assert weight.scales is not None
-    shape = weight.groups.shape(len(weight.data), k)
+    shape = (*weight.data.shape[:-2], *weight.groups.shape(weight.data.shape[-2], k))
     check_tensor(f"{name}.scales", weight.scales, shape, like=x)
     if weight.zeros is not None:
         require(weight.format == INT4, f"{name}.zeros must be None for the format {weight.format!r}")
         check_tensor(f"{name}.zeros", weight.zeros, shape, dtype=torch.uint8, like=x)
-        same = weight.zeros.stride(0) == weight.scales.stride(0)
+        same = weight.zeros.stride()[:-1] == weight.scales.stride()[:-1]
         require(same, f"{name}.zeros must have the strides of {name}.scales")
     if weight.format == FP8 and x.is_cuda:
         major, minor = torch.cuda.get_device_capability(x.device)
@@ -155,6 +157,12 @@ def check_narrow(name: str, weight: Weight, k: int, x: torch.Tensor) -> None:
             (major, minor) >= (8, 9),
             f"{name} is float8 on a GPU of compute capability {major}.{minor}, and float8 needs 8.9 or more: use int8",
         )
+
+
+def narrow_key(weight: torch.Tensor, scaled: Scaled) -> dict[str, int | str]:
+    """What of a narrow weight decides the kernel, beside its shape."""
+    formats = {dtype: name for name, dtype in NARROW.items()}
+    return {"format": formats[weight.dtype], "group": scaled.group_columns}
 
 
 @triton.jit

@@ -4,15 +4,40 @@ from typing import NamedTuple
 
 import torch
 
+from tritonllm.kernels.dense.arguments import Scaled
+
 
 class Experts(NamedTuple):
-    """The experts' weights, and what they compute."""
+    """The experts' weights (the numbers of narrow ones), and what they compute."""
 
     w_gate_up: torch.Tensor
     w_down: torch.Tensor
     gate_up_bias: torch.Tensor | None
     down_bias: torch.Tensor | None
     activation: str
+    gate_up_scales: torch.Tensor | None = None  # of narrow weights; None for plain ones
+    down_scales: torch.Tensor | None = None
+    gate_up_zeros: torch.Tensor | None = None
+    down_zeros: torch.Tensor | None = None
+    group_rows: int = 1
+    group_columns: int = 0
+
+    @property
+    def narrow(self) -> bool:
+        return self.gate_up_scales is not None
+
+    @property
+    def scaled_gate_up(self) -> Scaled:
+        return Scaled(self.gate_up_scales, self.group_rows, self.group_columns, self.gate_up_zeros)
+
+    @property
+    def scaled_down(self) -> Scaled:
+        return Scaled(self.down_scales, self.group_rows, self.group_columns, self.down_zeros)
+
+    def sizes(self) -> tuple[int, int, int]:
+        """How many experts there are, the columns of a token, and those between an expert's two products."""
+        experts, n, _ = self.w_down.shape
+        return experts, n, self.w_gate_up.shape[1] // 2
 
 
 class ExpertChoice(NamedTuple):

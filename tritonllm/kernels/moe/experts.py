@@ -21,11 +21,14 @@ import triton
 import triton.language as tl
 
 from tritonllm.kernels.dense import Weight, elements, row_by_row
+from tritonllm.kernels.dense.arguments import Scaled
+from tritonllm.kernels.dense.narrow import check_narrow, narrow_key, widen_numbers
+from tritonllm.kernels.dense.weight import NARROW, Groups
 from tritonllm.kernels.elementwise import GATED_ACTIVATIONS, NormOptions, check_affine, gated_reference
 from tritonllm.kernels.moe.arguments import ExpertChoice, Experts, Result, map_size
 from tritonllm.kernels.moe.grouping import expert_of_pairs, group_by_expert
 from tritonllm.kernels.moe.portable import direct, products
-from tritonllm.kernels.moe.tiles import FUSED_MOE, config_key, eviction_policy, invariant_config
+from tritonllm.kernels.moe.tiles import FUSED_MOE, config_key, eviction_policy, invariant_config, narrow_config
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.checks import check_same_dtype, check_scaled, check_tensor, require
 from tritonllm.kernels.runtime.chip import processors
@@ -82,14 +85,22 @@ def _sum_kernel(
         tl.store(normed_ptr + token * N + column, b_normed.to(normed_ptr.dtype.element_ty), mask=m_column)
 
 
+def _wide(weight: torch.Tensor, scaled: Scaled, expert: int) -> torch.Tensor:
+    """An expert's weight in float32."""
+    if scaled.scales is None:
+        return weight[expert].float()
+    zeros = None if scaled.zeros is None else scaled.zeros[expert]
+    of_one = scaled._replace(scales=scaled.scales[expert], zeros=zeros)
+    return widen_numbers(weight[expert], of_one, torch.float32)
+
+
 def _one_expert(rows: torch.Tensor, experts: Experts, expert: int) -> torch.Tensor:
     """``rows[R, N]`` -> ``[R, N]`` in float32."""
-    w_gate_up, w_down, gate_up_bias, down_bias, activation = experts
-    gate_up = rows.float() @ w_gate_up[expert].float().T
-    if gate_up_bias is not None:
-        gate_up += gate_up_bias[expert]
-    row = gated_reference(gate_up, activation) @ w_down[expert].float().T
-    return row if down_bias is None else row + down_bias[expert]
+    gate_up = rows.float() @ _wide(experts.w_gate_up, experts.scaled_gate_up, expert).T
+    if experts.gate_up_bias is not None:
+        gate_up += experts.gate_up_bias[expert]
+    row = gated_reference(gate_up, experts.activation) @ _wide(experts.w_down, experts.scaled_down, expert).T
+    return row if experts.down_bias is None else row + experts.down_bias[expert]
 
 
 def _reference(x: torch.Tensor, experts: Experts, choice: ExpertChoice, result: Result, batch_invariant: bool) -> None:
@@ -119,7 +130,7 @@ def _reference(x: torch.Tensor, experts: Experts, choice: ExpertChoice, result: 
 def _launch_products(x: torch.Tensor, experts: Experts, choice: ExpertChoice, config: tuning.Config) -> torch.Tensor:
     """The row of each pair that has an expert: ``y [T * k, N]``."""
     ids, expert_map = choice.ids, choice.expert_map
-    (pairs, top_k), (num_experts, n, i) = (ids.numel(), ids.shape[1]), experts.w_down.shape
+    (pairs, top_k), (num_experts, n, i) = (ids.numel(), ids.shape[1]), experts.sizes()
     h = torch.empty((pairs, i), dtype=x.dtype, device=x.device)
     y = torch.empty((pairs, n), dtype=x.dtype, device=x.device)
     keep_h, keep_y = eviction_policy(h, top_k), eviction_policy(y, top_k)
@@ -143,11 +154,14 @@ def _fused_moe(x: torch.Tensor, experts: Experts, choice: ExpertChoice, result: 
     tokens, top_k = ids.shape
     if tokens == 0:
         return
-    num_experts, n, _ = experts.w_down.shape
+    num_experts, n, _ = experts.sizes()
     map_rows, num_ids = map_size(expert_map, num_experts)
     key = config_key(x, experts, top_k, num_ids)
     if batch_invariant:
         config = invariant_config(**key)
+    elif experts.narrow:
+        more = narrow_key(experts.w_down, experts.scaled_down)
+        config = tuning.get_config("fused_moe_narrow", x.device, narrow_config, **key, **more)
     else:
         config = tuning.get_config("fused_moe", x.device, FUSED_MOE.default_config, **key)
     if config["kernel"] == "direct":
@@ -180,19 +194,60 @@ def normalise(result: Result, batch_invariant: bool = False) -> None:
         OPS["norm"](result.out, None, result.normed, None, 1.0, *norm)
 
 
+def make_experts(
+    w_gate_up: torch.Tensor | Weight,
+    w_down: torch.Tensor | Weight,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    activation: str,
+) -> Experts:
+    """What operators take.
+
+    Raises:
+        ValueError: one weight is narrow and the other is not of its format and groups; a format that is neither plain
+            nor narrow.
+    """
+    both = [w if isinstance(w, Weight) else Weight(w) for w in (w_gate_up, w_down)]
+    if not any(w.format in NARROW for w in both):
+        weights = elements("w_gate_up", w_gate_up), elements("w_down", w_down)
+        return Experts(*weights, gate_up_bias, down_bias, activation)
+    up, down = both
+    same = up.format == down.format and up.groups == down.groups
+    require(same, f"w_down must have the format and groups of w_gate_up, {up.format!r} and {up.groups}")
+    for name, w in (("w_gate_up", up), ("w_down", down)):
+        require(w.scales is not None, f"{name}.scales must be there for the format {w.format!r}")
+    of_both = up.scales, down.scales, up.zeros, down.zeros
+    return Experts(up.data, down.data, gate_up_bias, down_bias, activation, *of_both, *up.groups)
+
+
 def check_experts(x: torch.Tensor, experts: Experts, residual: torch.Tensor | None) -> None:
     """All but the choice."""
-    w_gate_up, w_down, gate_up_bias, down_bias, activation = experts
+    w_gate_up, w_down, gate_up_bias, down_bias, activation = experts[:5]
     require(
         activation in GATED_ACTIVATIONS, f"activation must be one of {', '.join(GATED_ACTIVATIONS)}, got {activation!r}"
     )
     check_tensor("x", x, ("T", "N"))
     n = x.shape[1]
-    check_tensor("w_down", w_down, ("E", n, "I"), like=x)
-    count, _, i = w_down.shape
-    check_tensor("w_gate_up", w_gate_up, (count, 2 * i, n), like=x)
-    check_same_dtype("w_gate_up", w_gate_up, "x", x)
-    check_same_dtype("w_down", w_down, "x", x)
+    if experts.narrow:
+        format = next(name for name, dtype in NARROW.items() if dtype == w_gate_up.dtype)
+        groups = Groups(experts.group_rows, experts.group_columns)
+        for name, weight, scaled, k in (
+            ("w_gate_up", w_gate_up, experts.scaled_gate_up, n),
+            ("w_down", w_down, experts.scaled_down, experts.sizes()[2]),
+        ):
+            of = Weight(weight, scaled.scales, format, groups, scaled.zeros)
+            check_narrow(name, of, k, x, stacked=True)
+        count, rows, _ = w_gate_up.shape
+        i = rows // 2
+        require(rows % 2 == 0, f"w_gate_up must have an even number of rows (gate, then up), got {rows}")
+        fits = w_down.shape[:2] == (count, n)
+        require(fits, f"w_down must have shape [{count}, {n}, {i}], got {list(w_down.shape)}")
+    else:
+        check_tensor("w_down", w_down, ("E", n, "I"), like=x)
+        count, _, i = w_down.shape
+        check_tensor("w_gate_up", w_gate_up, (count, 2 * i, n), like=x)
+        check_same_dtype("w_gate_up", w_gate_up, "x", x)
+        check_same_dtype("w_down", w_down, "x", x)
     require(w_down.numel() > 0, f"w_down must not be empty, got shape {list(w_down.shape)}")
     if gate_up_bias is not None:
         check_tensor("gate_up_bias", gate_up_bias, (count, 2 * i), like=x)
@@ -281,7 +336,8 @@ def fused_moe(
     Args:
         x: ``[T, N]`` float16, bfloat16 or float32; contiguous in the last dimension, as all arguments.
         w_gate_up: ``[E, 2I, N]`` of the dtype of ``x``: the gate projection's rows, then the up projection's. A tensor
-            or a :class:`Weight`.
+            or a :class:`Weight`, which may be ``"fp8"``, ``"int8"`` or ``"int4"``, too: its data ``[E, 2I, N]``, or
+            ``[E, 2I, N / 2]`` of four bits, and its scales ``[E, *groups.shape(2I, N)]``; then ``w_down`` is as well.
         w_down: ``[E, N, I]`` of the dtype of ``x``, as ``w_gate_up``.
         weights: ``[T, k]`` of a float dtype, usually from :func:`moe_route`.
         ids: ``[T, k]`` int32 or int64 experts of each token.
@@ -309,8 +365,7 @@ def fused_moe(
             with an ``expert_map`` of several rows.
     """
     check_scaled(scale, residual)
-    weights_of = elements("w_gate_up", w_gate_up), elements("w_down", w_down)
-    experts = Experts(*weights_of, gate_up_bias, down_bias, activation)
+    experts = make_experts(w_gate_up, w_down, gate_up_bias, down_bias, activation)
     choice = ExpertChoice(weights, ids, expert_map)
     check_experts(x, experts, residual)
     _check_choice(x, choice, batch_invariant)

@@ -7,9 +7,9 @@ cannot be asked for before.
 
 import torch
 
-from tritonllm.kernels.dense import Weight, elements
+from tritonllm.kernels.dense import Weight
 from tritonllm.kernels.moe.arguments import ExpertChoice, Experts, Result, Rule, map_size
-from tritonllm.kernels.moe.experts import check_experts, check_map, make_result, normalise
+from tritonllm.kernels.moe.experts import check_experts, check_map, make_experts, make_result, normalise
 from tritonllm.kernels.moe.portable import direct
 from tritonllm.kernels.moe.route import check_routing, routing_constants
 from tritonllm.kernels.moe.tiles import FUSED_MOE, config_key
@@ -52,7 +52,7 @@ def _moe_from_logits(
     tokens, num_experts = logits.shape
     if tokens == 0:
         return
-    chooses_itself = rule.num_groups == 1 and expert_map is None and not rule.batch_invariant
+    chooses_itself = rule.num_groups == 1 and expert_map is None and not (rule.batch_invariant or experts.narrow)
     if tokens == 1 and chooses_itself and x.shape[1] <= MAX_HIDDEN:
         key = config_key(x, experts, top_k, num_experts)
         if tuning.get_config("fused_moe", x.device, FUSED_MOE.default_config, **key)["kernel"] == "direct":
@@ -105,8 +105,7 @@ def moe_from_logits(
         ValueError: as those two do.
     """
     check_scaled(scale, residual)
-    weights_of = elements("w_gate_up", w_gate_up), elements("w_down", w_down)
-    experts = Experts(*weights_of, gate_up_bias, down_bias, activation)
+    experts = make_experts(w_gate_up, w_down, gate_up_bias, down_bias, activation)
     rule = Rule(renormalize, scoring, num_groups, top_k_groups, routing_scale, batch_invariant)
     check_experts(x, experts, residual)
     check_map(x, expert_map, batch_invariant)

@@ -39,6 +39,24 @@ def portable_config(
     return config
 
 
+def narrow_config(
+    tokens: int,
+    top_k: int,
+    experts: int,
+    n: int,
+    i: int,
+    itemsize: int,
+    activation: str,
+    arch: str,
+    format: str,
+    group: int,
+) -> tuning.Config:
+    """For weights of a byte or half a byte an element: the tiles of 16 bits, the largest half as wide, since widened
+    weights need registers, too."""
+    config = portable_config(tokens, top_k, experts, n, i, itemsize, activation)
+    return config | {"BLOCK_N": 128} if config["BLOCK_N"] > 128 else config
+
+
 def invariant_config(
     *, tokens: int, top_k: int, experts: int, n: int, i: int, itemsize: int, activation: str, arch: str
 ) -> tuning.Config:
@@ -103,8 +121,8 @@ FUSED_MOE = Variants(
 
 def config_key(x: torch.Tensor, experts: Experts, top_k: int, num_ids: int) -> dict[str, Any]:
     """What a configuration depends on. ``num_ids``: experts here and elsewhere; those elsewhere take their share."""
-    arch = FUSED_MOE.own_arch(x.device, x, experts.w_gate_up, experts.w_down)
-    n, i = experts.w_down.shape[1:]
+    arch = "any" if experts.narrow else FUSED_MOE.own_arch(x.device, x, experts.w_gate_up, experts.w_down)
+    _, n, i = experts.sizes()
     sizes = {
         "tokens": at_most(len(x)),
         "top_k": top_k,

@@ -271,7 +271,7 @@ def default_down_config(tokens: int, n: int, k: int, chooses: str) -> tuning.Con
 def launch(x: torch.Tensor, experts: Experts, choice: ExpertChoice | Routing, result: Result) -> None:
     """Launch all of :func:`tritonllm.kernels.fused_moe`, or with a routing, of
     :func:`tritonllm.kernels.moe_from_logits`."""
-    w_gate_up, w_down, gate_up_bias, down_bias, activation = experts
+    w_gate_up, w_down, gate_up_bias, down_bias, activation = experts[:5]
     out, add, scale, *_ = result
     tokens, (count, n, i) = len(x), w_down.shape
     chooses = "yes" if isinstance(choice, Routing) else "no"

@@ -5,11 +5,15 @@ The first product reads the tokens' rows through the order of the pairs and appl
 Grouped products over sorted tokens: Gale et al., "MegaBlocks" (2022).
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from tritonllm.kernels.dense import load_tile, tile_at
+from tritonllm.kernels.dense.arguments import Scaled, half_unit
+from tritonllm.kernels.dense.widen import widen_bytes, widen_nibbles, widens_in_place
 from tritonllm.kernels.elementwise import gated
 from tritonllm.kernels.moe.arguments import Experts
 from tritonllm.kernels.moe.grouping import ExpertBlocks
@@ -30,23 +34,56 @@ def _tile(num_blocks, n_tiles, GROUP_M: tl.constexpr):
 @triton.jit
 def _product(
     p_a,  # [BLOCK_M, 1] rows of the left operand
-    p_b,  # [BLOCK_N, BLOCK_K] the first tile of the weights, which are transposed
+    p_b,  # [BLOCK_N, BLOCK_K] the first tile of the weights, which are transposed; half as many bytes if HALF
     m_a,
     m_b,
+    scales_ptr,  # of a narrow weight, or None
+    zeros_ptr,  # likewise
+    b_group,  # [BLOCK_N] where those of the weight's rows begin
     K,
     FULL_K: tl.constexpr,  # BLOCK_K divides K: no columns to mask
     BLOCK_K: tl.constexpr,
+    GROUP_K: tl.constexpr,  # of a narrow weight: BLOCK_K divides it; 0: a group has all columns
+    HALF: tl.constexpr,
+    IN_PLACE: tl.constexpr,
 ):
-    k = tl.arange(0, BLOCK_K)[None, :]
+    BYTES: tl.constexpr = BLOCK_K // 2 if HALF else BLOCK_K
+    k = tl.arange(0, BYTES)[None, :]
+    if HALF:
+        k = k // HALF * (2 * HALF) + k % HALF
+        b_zero = tl.full([p_b.shape[0], 1], 8.0, tl.float32)
+        if zeros_ptr is not None and not GROUP_K:
+            b_zero = tl.load(zeros_ptr + b_group[:, None], mask=m_b, other=0).to(tl.float32)
     b_sum = tl.zeros([p_a.shape[0], p_b.shape[0]], tl.float32)
     for start in range(0, K, BLOCK_K):
+        at = start // 2 if HALF else start
         if FULL_K:
             b_a = tl.load(p_a + start + k, mask=m_a, other=0.0)
-            b_b = load_tile(p_b, start, m_b, "")
+            b_b = load_tile(p_b, at, m_b, "")
         else:
             b_a = tl.load(p_a + start + k, mask=m_a & (k < K - start), other=0.0)
-            b_b = load_tile(p_b, start, m_b & (k < K - start), "")
-        b_sum = tl.dot(b_a, b_b.T, b_sum, input_precision="ieee")
+            b_b = load_tile(p_b, at, m_b & (k < K - start), "")
+        if HALF:
+            if zeros_ptr is not None and GROUP_K:
+                b_zero = tl.load(zeros_ptr + b_group[:, None] + start // GROUP_K, mask=m_b, other=0).to(tl.float32)
+            m_high = m_a if FULL_K else m_a & (k < K - start)
+            b_high_a = tl.load(p_a + start + HALF + k, mask=m_high, other=0.0)
+            b_b, b_high = widen_nibbles(b_b, b_zero, b_a.dtype, IN_PLACE)
+        elif scales_ptr is not None:
+            b_b = widen_bytes(b_b, b_a.dtype, IN_PLACE)
+        if GROUP_K:
+            b_part = tl.dot(b_a, b_b.T, input_precision="ieee")
+            if HALF:
+                b_part = tl.dot(b_high_a, b_high.T, b_part, input_precision="ieee")
+            b_sum += (
+                b_part * tl.load(scales_ptr + b_group[:, None] + start // GROUP_K, mask=m_b, other=0.0).to(tl.float32).T
+            )
+        else:
+            b_sum = tl.dot(b_a, b_b.T, b_sum, input_precision="ieee")
+            if HALF:
+                b_sum = tl.dot(b_high_a, b_high.T, b_sum, input_precision="ieee")
+    if scales_ptr is not None and not GROUP_K:
+        b_sum *= tl.load(scales_ptr + b_group[:, None], mask=m_b, other=0.0).to(tl.float32).T
     return b_sum
 
 
@@ -55,6 +92,8 @@ def _gate_up_kernel(
     x_ptr,  # [T, N]
     w_ptr,  # [E, 2I, N]: gate rows, then up rows
     bias_ptr,  # [E, 2I] or None
+    scales_ptr,  # [E, 2I / GROUP_N, N / GROUP_K], or None
+    zeros_ptr,
     h_ptr,  # [T * TOP_K, I], rows in the order of the experts
     order_ptr,
     table_ptr,
@@ -66,6 +105,8 @@ def _gate_up_kernel(
     stride_we,
     stride_w,
     stride_bias,
+    stride_se,
+    stride_s,
     TOP_K: tl.constexpr,
     ACT: tl.constexpr,
     FULL_K: tl.constexpr,
@@ -74,6 +115,10 @@ def _gate_up_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     EVICT: tl.constexpr,
+    GROUP_N: tl.constexpr,
+    GROUP_K: tl.constexpr,
+    HALF: tl.constexpr,
+    IN_PLACE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_previous(PDL)
@@ -87,15 +132,21 @@ def _gate_up_kernel(
     row = tl.arange(0, BLOCK_M)
     m_row = row < rows
     token = tl.load(order_ptr + first + row, mask=m_row, other=0).to(tl.int64) // TOP_K
-    HALF: tl.constexpr = BLOCK_N // 2
+    COLUMNS: tl.constexpr = BLOCK_N // 2
     w_row = tl.arange(0, BLOCK_N)
-    w_column = n_tile * HALF + w_row % HALF
-    p_w = tile_at(w_ptr + expert * stride_we, w_column + w_row // HALF * I, tl.arange(0, BLOCK_K)[None, :], stride_w)
+    w_column = n_tile * COLUMNS + w_row % COLUMNS
+    w_at = w_column + w_row // COLUMNS * I
+    BYTES: tl.constexpr = BLOCK_K // 2 if HALF else BLOCK_K
+    p_w = tile_at(w_ptr + expert * stride_we, w_at, tl.arange(0, BYTES)[None, :], stride_w)
     p_x = x_ptr + token * stride_x
-    b_both = _product(p_x[:, None], p_w, m_row[:, None], (w_column < I)[:, None], N, FULL_K, BLOCK_K)
+    w_group = expert * stride_se + (w_at // GROUP_N).to(tl.int64) * stride_s
+    b_both = _product(
+        *(p_x[:, None], p_w, m_row[:, None], (w_column < I)[:, None], scales_ptr, zeros_ptr, w_group),
+        *(N, FULL_K, BLOCK_K, GROUP_K, HALF, IN_PLACE),
+    )
     # a thread holds whole rows of the product, so gate and up are taken apart in registers
-    b_gate, b_up = tl.split(tl.permute(tl.reshape(b_both, (BLOCK_M, 2, HALF)), (0, 2, 1)))
-    column = n_tile * HALF + tl.arange(0, HALF)
+    b_gate, b_up = tl.split(tl.permute(tl.reshape(b_both, (BLOCK_M, 2, COLUMNS)), (0, 2, 1)))
+    column = n_tile * COLUMNS + tl.arange(0, COLUMNS)
     m_column = column < I
     if bias_ptr is not None:
         p_bias = bias_ptr + expert * stride_bias + column
@@ -112,6 +163,8 @@ def _down_kernel(
     h_ptr,  # [T * TOP_K, I], rows in the order of the experts
     w_ptr,  # [E, N, I]
     bias_ptr,  # [E, N] or None
+    scales_ptr,  # [E, N / GROUP_N, I / GROUP_K], or None
+    zeros_ptr,
     y_ptr,  # [T * TOP_K, N], rows by pair
     order_ptr,
     table_ptr,
@@ -122,12 +175,18 @@ def _down_kernel(
     stride_we,
     stride_w,
     stride_bias,
+    stride_se,
+    stride_s,
     FULL_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     EVICT: tl.constexpr,
+    GROUP_N: tl.constexpr,
+    GROUP_K: tl.constexpr,
+    HALF: tl.constexpr,
+    IN_PLACE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_previous(PDL)
@@ -143,14 +202,31 @@ def _down_kernel(
     column = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     m_column = column < N
     p_h = h_ptr + (first + row) * I
-    p_w = tile_at(w_ptr + expert * stride_we, column, tl.arange(0, BLOCK_K)[None, :], stride_w)
-    b_y = _product(p_h[:, None], p_w, m_row[:, None], m_column[:, None], I, FULL_K, BLOCK_K)
+    BYTES: tl.constexpr = BLOCK_K // 2 if HALF else BLOCK_K
+    p_w = tile_at(w_ptr + expert * stride_we, column, tl.arange(0, BYTES)[None, :], stride_w)
+    w_group = expert * stride_se + (column // GROUP_N).to(tl.int64) * stride_s
+    b_y = _product(
+        *(p_h[:, None], p_w, m_row[:, None], m_column[:, None], scales_ptr, zeros_ptr, w_group),
+        *(I, FULL_K, BLOCK_K, GROUP_K, HALF, IN_PLACE),
+    )
     if bias_ptr is not None:
         b_y += tl.load(bias_ptr + expert * stride_bias + column, mask=m_column, other=0.0).to(tl.float32)[None, :]
     pair = tl.load(order_ptr + first + row, mask=m_row, other=0).to(tl.int64)
     p_y = y_ptr + pair[:, None] * N + column[None, :]
     mask = m_row[:, None] & m_column[None, :]
     tl.store(p_y, b_y.to(y_ptr.dtype.element_ty), mask=mask, eviction_policy=EVICT)
+
+
+def _narrowed(
+    weight: torch.Tensor, scaled: Scaled, k: int, config: tuning.Config
+) -> tuple[tuple[int, int], dict[str, Any], tuning.Config]:
+    """(strides of the scales, the kernel's constants, the configuration) for a weight with ``k`` columns."""
+    half, scales = half_unit(weight, scaled), scaled.scales
+    block_k = max(min(config["BLOCK_K"], scaled.group_columns or config["BLOCK_K"]), 2 * half)
+    strides = (0, 0) if scales is None else (scales.stride(0), scales.stride(1))
+    constants: dict[str, Any] = {"GROUP_N": scaled.group_rows, "GROUP_K": scaled.group_columns, "HALF": half}
+    constants |= {"IN_PLACE": scales is not None and widens_in_place(weight.device), "FULL_K": k % block_k == 0}
+    return strides, constants, config | {"BLOCK_K": block_k}
 
 
 def launch_gate_up(
@@ -163,15 +239,16 @@ def launch_gate_up(
     config: tuning.Config,
 ) -> None:
     """Write the gated activation of each pair that has an expert to ``h [T * k, I]``, in the order of ``blocks``."""
-    w_gate_up, bias = experts.w_gate_up, experts.gate_up_bias
+    w_gate_up, bias, scaled = experts.w_gate_up, experts.gate_up_bias, experts.scaled_gate_up
     i, n = h.shape[1], x.shape[1]
     num_blocks = blocks.table.shape[1]
+    of_scales, flags, config = _narrowed(w_gate_up, scaled, n, config)
     tiles = triton.cdiv(i, config["BLOCK_N"] // 2)
-    strides = (x.stride(0), *w_gate_up.stride()[:2], 0 if bias is None else bias.stride(0))
-    flags = {"TOP_K": top_k, "ACT": experts.activation, "FULL_K": n % config["BLOCK_K"] == 0, "EVICT": evict}
-    flags |= dependent_launch(h.device)
+    strides = (x.stride(0), *w_gate_up.stride()[:2], 0 if bias is None else bias.stride(0), *of_scales)
+    flags = {**flags, "TOP_K": top_k, "ACT": experts.activation, "EVICT": evict, **dependent_launch(h.device)}
+    weights = w_gate_up, bias, scaled.scales, scaled.zeros
     _gate_up_kernel[(num_blocks * tiles,)](
-        x, w_gate_up, bias, h, blocks.order, blocks.table, i, n, num_blocks, tiles, *strides, **flags, **config
+        x, *weights, h, blocks.order, blocks.table, i, n, num_blocks, tiles, *strides, **flags, **config
     )
 
 
@@ -179,13 +256,14 @@ def launch_down(
     h: torch.Tensor, experts: Experts, y: torch.Tensor, blocks: ExpertBlocks, evict: str, config: tuning.Config
 ) -> None:
     """Write the row of each pair that has an expert to ``y [T * k, N]``, in the order of the pairs."""
-    w_down, bias = experts.w_down, experts.down_bias
+    w_down, bias, scaled = experts.w_down, experts.down_bias, experts.scaled_down
     n, i = y.shape[1], h.shape[1]
     num_blocks = blocks.table.shape[1]
+    of_scales, flags, config = _narrowed(w_down, scaled, i, config)
     tiles = triton.cdiv(n, config["BLOCK_N"])
-    strides = (*w_down.stride()[:2], 0 if bias is None else bias.stride(0))
-    flags = {"FULL_K": i % config["BLOCK_K"] == 0, "EVICT": evict}
-    flags |= dependent_launch(h.device)
+    strides = (*w_down.stride()[:2], 0 if bias is None else bias.stride(0), *of_scales)
+    flags = {**flags, "EVICT": evict, **dependent_launch(h.device)}
+    weights = w_down, bias, scaled.scales, scaled.zeros
     _down_kernel[(num_blocks * tiles,)](
-        h, w_down, bias, y, blocks.order, blocks.table, n, i, num_blocks, tiles, *strides, **flags, **config
+        h, *weights, y, blocks.order, blocks.table, n, i, num_blocks, tiles, *strides, **flags, **config
     )
