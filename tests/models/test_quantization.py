@@ -31,7 +31,7 @@ def widened(folder, to, quantization):
     """The checkpoint whose matrices of layers hold the numbers that the narrow format leaves of them."""
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
-        if LAYER in name and tensor.dim() == 2:
+        if LAYER in name and tensor.dim() == 2 and not name.endswith("mlp.gate.weight"):
             groups = GROUPS.get(quantization, Groups())
             tensors[name] = widen_weight(quantize_weight(tensor, quantization, groups), tensor.dtype)
     to.mkdir()
@@ -43,14 +43,34 @@ def widened(folder, to, quantization):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("narrow")
-    write_checkpoint(folder, tiny_config("qwen3", **SIZES), seed=5)
-    return folder
+def folders(tmp_path_factory):
+    """A model without experts, and one with."""
+    found = {}
+    for kind, more in (("qwen3", {}), ("qwen3_moe", {"moe_intermediate_size": 256})):
+        found[kind] = tmp_path_factory.mktemp(kind)
+        write_checkpoint(found[kind], tiny_config(kind, **SIZES, **more), seed=5)
+    return found
 
 
-@pytest.mark.parametrize("quantization", ["fp8", "int8", "int4"])
-def test_an_engine_computes_with_the_numbers_of_the_format(folder, tmp_path, quantization):
+@pytest.fixture(scope="module")
+def folder(folders):
+    return folders["qwen3"]
+
+
+_OFTEN = {("qwen3", "fp8"), ("qwen3", "int4"), ("qwen3_moe", "int8")}
+CASES = pytest.mark.parametrize(
+    ("kind", "quantization"),
+    [
+        pytest.param(kind, quantization, marks=() if (kind, quantization) in _OFTEN else pytest.mark.long)
+        for kind in ("qwen3", "qwen3_moe")
+        for quantization in ("fp8", "int8", "int4")
+    ],
+)
+
+
+@CASES
+def test_an_engine_computes_with_the_numbers_of_the_format(folders, kind, tmp_path, quantization):
+    folder = folders[kind]
     prompts, how = [random_tokens(n, 100, seed=n) for n in (3, 21)], {"skip_tokenizer_init": True, "dtype": "float32"}
     params = greedy(8, logprobs=0)
     found = tiny_llm(folder, quantization=quantization, **how).generate(prompts, params)
@@ -61,9 +81,10 @@ def test_an_engine_computes_with_the_numbers_of_the_format(folder, tmp_path, qua
     assert sums[0] != pytest.approx(sums[2], abs=1e-4)
 
 
-@pytest.mark.parametrize("quantization", ["fp8", "int8", "int4"])
-def test_ranks_have_the_weights_of_one(folder, quantization):
+@CASES
+def test_ranks_have_the_weights_of_one(folders, kind, quantization):
     """Rows that are cut have one scale on all ranks."""
+    folder = folders[kind]
     tokens = random_tokens(11, 100, seed=2)
 
     def logits(group):
@@ -81,7 +102,7 @@ def test_ranks_have_the_weights_of_one(folder, quantization):
 
 def test_what_a_start_compiles_reads_narrow_weights():
     """Found on meta tensors, whose weights have no numbers."""
-    spec = spec_from_config(tiny_config("qwen3", **SIZES))
+    spec = spec_from_config(tiny_config("qwen3_moe", **SIZES, moe_intermediate_size=256))
     target = Target(arch=90, name=None, dtype=torch.bfloat16, max_model_len=64)
     asked = {}
     for quantization in (None, "fp8", "int8", "int4"):
@@ -91,20 +112,16 @@ def test_what_a_start_compiles_reads_narrow_weights():
         asked[quantization] = {(k.name, str(k.source.signature)) for k in kernels_of(spec, config, target)}
     for quantization, kind in (("fp8", "fp8e4nv"), ("int8", "i8"), ("int4", "u8")):
         new = {name for name, signature in asked[quantization] if f"*{kind}" in signature}
-        assert {"linear_rows_kernel", "linear_tiles_kernel", "_widen_kernel"} <= new, new
+        assert {"linear_rows_kernel", "linear_tiles_kernel", "_gate_up_kernel", "_down_kernel"} <= new, new
     assert not any("fp8" in signature for _, signature in asked[None])
 
 
 def test_what_cannot_be_narrow_is_refused_before_any_work(folder, tmp_path):
-    for name in ("moe", "small"):
-        (tmp_path / name).mkdir()
+    (tmp_path / "small").mkdir()
     write_checkpoint(tmp_path / "small", tiny_config("qwen3", hidden_size=64), seed=5)
-    write_checkpoint(tmp_path / "moe", tiny_config("qwen3_moe"), seed=5)
-    with pytest.raises(ValueError, match=r"quantization='fp8': experts \(Qwen3MoeForCausalLM\) have 16-bit weights"):
-        tiny_llm(tmp_path / "moe", quantization="fp8", skip_tokenizer_init=True)
     with pytest.raises(ValueError, match="quantization must be one of fp8, int8, int4, got 'awq'"):
         tiny_llm(folder, quantization="awq")
-    with pytest.raises(ValueError, match=r"'int4': layers\.0\.attention\.qkv has 64 columns on a rank"):
+    with pytest.raises(ValueError, match=r"'int4': layers\.0\.attention\.qkv\.weight has 64 columns on a rank"):
         tiny_llm(tmp_path / "small", quantization="int4", skip_tokenizer_init=True)
     with pytest.raises(ValueError, match="quantization: products of narrow weights are not batch invariant"):
         tiny_llm(folder, quantization="int8", deterministic=True)

@@ -12,6 +12,7 @@ from support.tiny_models import PagedRunner, PagedSequence, random_tokens
 from tritonllm import LLM
 from tritonllm.kernels import widen_weight
 from tritonllm.layers.linear import Linear
+from tritonllm.layers.moe import MoE
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.families import spec_from_config
 from tritonllm.models.quantization import quantize_layers
@@ -19,24 +20,30 @@ from tritonllm.models.weights import dummy_weights
 
 pytestmark = pytest.mark.gpu
 CONFIG = {**QWEN3_0_6B, "num_hidden_layers": 4}
+EXPERTS = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 768, "norm_topk_prob": True}
+MOE = CONFIG | EXPERTS | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
-def new(device, dtype):
-    model = Decoder(spec_from_config(CONFIG), dtype=dtype, device=device, max_model_len=512)
+def new(config, device, dtype):
+    model = Decoder(spec_from_config(config), dtype=dtype, device=device, max_model_len=512)
     dummy_weights(model, seed=3)
     return model
 
 
 @pytest.mark.parametrize("dtype", LIMITS)
 @pytest.mark.parametrize("quantization", ["fp8", "int8", "int4"])
-def test_logits_are_those_of_the_widened_weights(device, quantization, dtype):
+@pytest.mark.parametrize("config", [CONFIG, MOE], ids=["dense", "experts"])
+def test_logits_are_those_of_the_widened_weights(device, config, quantization, dtype):
     """Of many rows, of some, and of one: all kinds of kernels."""
-    narrow, wide = new(device, dtype), new(device, dtype)
+    narrow, wide = new(config, device, dtype), new(config, device, dtype)
     quantize_layers(narrow, quantization)
     for mine, other in zip(narrow.layers.modules(), wide.layers.modules(), strict=True):
-        if isinstance(mine, Linear):
-            other.weight.copy_(widen_weight(mine.operand, torch.float32))
+        names = ("weight",) if isinstance(mine, Linear) else ("gate_up", "down") if isinstance(mine, MoE) else ()
+        for name in names:
+            of = mine.held(name)
+            each = [of] if isinstance(mine, Linear) else of.each()
+            getattr(other, name).copy_(torch.stack([widen_weight(one, torch.float32) for one in each]).squeeze(0))
     chunks = [random_tokens(n, CONFIG["vocab_size"], seed=n) for n in (130, 100, 64, 17, 2, 1, 1)]
     logits = []
     for model in (narrow, wide):

@@ -14,19 +14,19 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tritonllm.kernels import apply_activation, linear, widen_weight
+from tritonllm.kernels import apply_activation, linear
 from tritonllm.kernels.dense.arguments import NOT_SCALED, Fused, Operands
 from tritonllm.kernels.dense.cpu import pack_weight, product, row_by_row
 from tritonllm.kernels.dense.invariant import multiply_gated_invariantly, multiply_invariantly
 from tritonllm.kernels.dense.linear import linear_workspace_size, multiply
 from tritonllm.kernels.dense.medium import Unnormed, add_linear, linear_unnormed
 from tritonllm.kernels.dense.narrow import scales_of
-from tritonllm.kernels.dense.weight import NARROW, PLAIN, Groups, Weight, elements
+from tritonllm.kernels.dense.weight import PLAIN, Weight, elements
 from tritonllm.kernels.elementwise import ACTIVATIONS, act_and_mul, cpu
 from tritonllm.kernels.runtime.registry import runs_in_torch
 from tritonllm.layers.fusion import few_rows
 from tritonllm.layers.norm import BlockInput, Norm, NormSpec
-from tritonllm.layers.parameters import empty_parameter
+from tritonllm.layers.parameters import HoldsWeights, empty_parameter
 
 _NO_NORM = NormSpec(kind="rms", eps=0.0)
 
@@ -69,7 +69,7 @@ def linear_float32(
     return y if out is None else out.copy_(y)
 
 
-class Linear(nn.Module):
+class Linear(HoldsWeights):
     """``x[..., in_features] @ weight[out_features, in_features].T + bias[out_features]``.
 
     Projections of the same input (q, k and v; gate and up) are stacked along ``out_features``: one product reads the
@@ -89,12 +89,11 @@ class Linear(nn.Module):
         self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
-        self.weight = empty_parameter(out_features, in_features, dtype=dtype, device=device)
-        self.scales: nn.Parameter | None = None
-        self.zeros: nn.Parameter | None = None
-        self.in_features, self.dtype = in_features, dtype
-        self._format, self._groups = PLAIN, Groups()
         self._scaled = NOT_SCALED  # what kernels take of a narrow weight, made once
+        self.weight: nn.Parameter
+        self.hold("weight", empty_parameter(out_features, in_features, dtype=dtype, device=device))
+        self.in_features, self.dtype = in_features, dtype
+        self._packed = False
         self._columns = out_features
         self.bias = empty_parameter(out_features, dtype=dtype, device=device) if bias else None
         workspace = torch.zeros(linear_workspace_size(out_features), dtype=torch.int32, device=device)
@@ -103,7 +102,7 @@ class Linear(nn.Module):
     @property
     def operand(self) -> Weight:
         """The weight as products take it."""
-        return Weight(self.weight, self.scales, self._format, self._groups, self.zeros)
+        return self.held("weight")
 
     def forward(
         self,
@@ -136,9 +135,9 @@ class Linear(nn.Module):
             return linear_unnormed(
                 begun, self.operand, self.bias, activation=activation, gated=gated, constant_weight=True
             )
-        if x.is_cpu and norm is None and (residual is None or self._format != PLAIN):
+        if x.is_cpu and norm is None and (residual is None or self._packed):
             return self._on_cpu(x, activation, gated, residual, scale)
-        narrow = self._format in NARROW
+        narrow = self._scaled.scales is not None
         if activation is None and norm is None and residual is None and not (few_rows(x) or narrow):
             return F.linear(x, self.weight, self.bias)
         # without the checks of `linear`: what a layer multiplies fits in every step
@@ -174,23 +173,14 @@ class Linear(nn.Module):
         """The product on the CPU. The reference of `linear` would convert a 16-bit weight each time."""
         return _activated(product(x, self.operand, self.bias), activation, gated, residual, scale)
 
-    def narrow(self, to: Weight) -> None:
-        """Multiply by this weight from here on: one in a narrow format. On the CPU, whose products read wide weights,
-        by its numbers times their scales."""
-        if self.weight.is_cpu:
-            self.weight.copy_(widen_weight(to, self.dtype))
-            return
-        self.weight = nn.Parameter(to.data, requires_grad=False)
-        self.scales, self.zeros = (
-            None if part is None else nn.Parameter(part, requires_grad=False) for part in (to.scales, to.zeros)
-        )
-        self._format, self._groups = to.format, to.groups
+    def hold(self, name: str, to: torch.Tensor | Weight) -> None:
+        super().hold(name, to)
         self._scaled = scales_of(self.operand)
 
     def pack(self) -> None:
         """The weight is final: on the CPU, lay it out as products read it. Nothing else can read it from here on."""
-        packed = pack_weight(self.weight)
-        self.weight, self._format = nn.Parameter(packed.data, requires_grad=False), packed.format
+        self.hold("weight", pack_weight(self.weight))
+        self._packed = self.operand.format != PLAIN
 
     def alone(self, x: torch.Tensor) -> torch.Tensor:
         """This and what follows: a block's last product (:class:`~tritonllm.layers.residual.LastProduct`)."""

@@ -8,14 +8,14 @@ from torch import nn
 
 from tritonllm.dist.group import ALONE, Group
 from tritonllm.experts.placement import taken_slots
-from tritonllm.kernels import Weight, cap_logits, count_experts, fused_moe, moe_from_logits, moe_logits, moe_route
+from tritonllm.kernels import cap_logits, count_experts, fused_moe, moe_from_logits, moe_logits, moe_route
 from tritonllm.kernels.dense import row_by_row
 from tritonllm.layers.exchanged_rows import ExchangedRows
 from tritonllm.layers.expert_counts import LayerCounter
 from tritonllm.layers.linear import Linear, linear_float32
 from tritonllm.layers.mlp import MLP, MLPSpec
 from tritonllm.layers.norm import BlockInput, Norm, NormSpec
-from tritonllm.layers.parameters import empty_parameter
+from tritonllm.layers.parameters import HoldsWeights, empty_parameter
 from tritonllm.layers.residual import Addend
 
 EXPERT_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
@@ -137,7 +137,7 @@ def _places(spec: MoESpec, held: range) -> torch.Tensor:
     return (taken - held.start).where(here, -1)
 
 
-class MoE(nn.Module):
+class MoE(HoldsWeights):
     """Routing, the experts' two grouped products, and the shared MLP.
 
     A rank that holds some of the experts routes every token, and computes those pairs (token, expert) whose expert is
@@ -160,8 +160,10 @@ class MoE(nn.Module):
         exact = torch.float32 if spec.router_float32 else dtype
         self.router = Linear(hidden_size, experts, bias=spec.router_bias, dtype=exact, device=device)
         here = experts if spec.held is None else len(spec.held)
-        self.gate_up = empty_parameter(here, 2 * inner, hidden_size, dtype=dtype, device=device)
-        self.down = empty_parameter(here, hidden_size, inner, dtype=dtype, device=device)
+        self.gate_up: nn.Parameter
+        self.down: nn.Parameter
+        self.hold("gate_up", empty_parameter(here, 2 * inner, hidden_size, dtype=dtype, device=device))
+        self.hold("down", empty_parameter(here, hidden_size, inner, dtype=dtype, device=device))
         places = None if spec.held is None or spec.exchanged else _places(spec, spec.held).to(device)
         self.register_buffer("expert_map", places, persistent=False)
         self.gate_up_bias = self.down_bias = self.correction_bias = self.shared = self.shared_gate = None
@@ -256,7 +258,7 @@ class MoE(nn.Module):
         if following is not None:
             norm = following.spec
             end |= {"norm_weight": following.weight, "norm_eps": norm.eps, "norm_weight_offset": norm.weight_offset}
-        weights, bias = (Weight(self.gate_up), Weight(self.down)), self.correction_bias
+        weights, bias = (self.held("gate_up"), self.held("down")), self.correction_bias
         if x.counter is None and x.exchanged is None and not spec.weights_on_input and self.expert_scale is None:
             chosen: dict[str, Any] = {"correction_bias": bias, "routing_scale": spec.scale}
             return moe_from_logits(x.rows, x.logits, *weights, spec.top_k, **chosen, **rule, **experts, **end)
@@ -287,7 +289,8 @@ class MoE(nn.Module):
         sizes = exchanged.marks, len(self.gate_up), exchanged.rows
         arrived = exchange.dispatch(rows, weights, ids, *sizes)
         experts |= {"out": exchange.parts(exchanged.rows, rows)}
-        parts = fused_moe(arrived.x, Weight(self.gate_up), Weight(self.down), arrived.weights, arrived.ids, **experts)
+        both = self.held("gate_up"), self.held("down")
+        parts = fused_moe(arrived.x, *both, arrived.weights, arrived.ids, **experts)
         assert isinstance(parts, torch.Tensor)
         if residual is None:
             return exchange.combine(parts, ids, *sizes)

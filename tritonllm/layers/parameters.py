@@ -1,9 +1,44 @@
-"""How every layer allocates its weights."""
+"""How every layer allocates its weights, and holds those of products in any format."""
 
 import torch
 from torch import nn
+
+from tritonllm.kernels import widen_weight
+from tritonllm.kernels.dense.weight import NARROW, Groups, Weight
 
 
 def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     """An uninitialised parameter without gradient."""
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+
+class HoldsWeights(nn.Module):
+    """A module with weights of products, whose parts are its parameters: ``name``, and of a narrow one ``name_scales``
+    and ``name_zeros``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._formats: dict[str, tuple[str, Groups]] = {}
+
+    def hold(self, name: str, to: torch.Tensor | Weight) -> None:
+        """Multiply by this weight from here on. By a narrow one on the CPU, whose products read wide weights, by its
+        numbers times their scales."""
+        of = to if isinstance(to, Weight) else Weight(to)
+        wide: torch.Tensor | None = getattr(self, name, None)
+        if wide is not None and wide.is_cpu and of.format in NARROW:
+            for place, one in ((wide, of),) if wide.dim() == 2 else zip(wide, of.each(), strict=True):
+                place.copy_(widen_weight(one, wide.dtype))
+            return
+        for part, value in ((name, of.data), (f"{name}_scales", of.scales), (f"{name}_zeros", of.zeros)):
+            parameter = None if value is None else nn.Parameter(value, requires_grad=False)
+            if part in self._parameters:
+                self._parameters[part] = parameter
+            else:
+                self.register_parameter(part, parameter)
+        self._formats[name] = of.format, of.groups
+
+    def held(self, name: str) -> Weight:
+        """The weight as products take it."""
+        format, groups = self._formats[name]
+        scales, zeros = getattr(self, f"{name}_scales"), getattr(self, f"{name}_zeros")
+        return Weight(getattr(self, name), scales, format, groups, zeros)

@@ -1,8 +1,8 @@
 """Narrow weights made of a model's 16-bit ones when it is loaded: ``quantization="fp8"``, ``"int8"`` or ``"int4"``.
 
 The weights of all layers' products become numbers of a byte with a scale for each row, or of four bits with one for
-each 128 columns of a row; embeddings, the output projection, norms and biases stay as they are, and so do activations.
-Ranks that have parts of a row agree on its scale, so that several ranks have the weights of one.
+each 128 columns of a row; embeddings, the output projection, routers, norms and biases stay as they are, and so do
+activations. Ranks that have parts of a row agree on its scale, so that several ranks have the weights of one.
 """
 
 import torch
@@ -11,7 +11,7 @@ from tritonllm.kernels import quantize_weight
 from tritonllm.kernels.dense.narrow import unit_of
 from tritonllm.kernels.dense.weight import INT4, NARROW, Groups, Weight
 from tritonllm.layers.linear import Linear
-from tritonllm.layers.moe import MoESpec
+from tritonllm.layers.moe import MoE
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.fallback_decoder import FallbackSpec
 from tritonllm.models.shards import Split, splits
@@ -31,38 +31,56 @@ def check_quantization(spec: ModelSpec | FallbackSpec, quantization: str | None,
     what = f"quantization={quantization!r}"
     if not isinstance(spec, ModelSpec):
         raise ValueError(f"{what}: {spec.architecture} runs through transformers, with 16-bit weights: leave it out")
-    if any(isinstance(layer.mlp, MoESpec) for layer in spec.layers):
-        raise ValueError(f"{what}: experts ({spec.architecture}) have 16-bit weights only so far: leave it out")
     if quantization == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         raise ValueError(f"{what} needs a GPU of compute capability 8.9 or more: quantization='int8' runs here")
 
 
 @torch.no_grad()
 def quantize_layers(model: Decoder, quantization: str) -> None:
-    """Make the weights of all layers' products narrow, one after the other; each takes its 16-bit one's place."""
+    """Make the weights of all layers' products narrow, one after the other; each takes its 16-bit one's place.
+
+    Raises:
+        ValueError: a rank's part of a row is not in whole groups.
+    """
     cut = splits(model.whole) if model.group.size > 1 else {}
-    for name, module in model.layers.named_modules():
-        if not isinstance(module, Linear):
+    routers = {id(module.router) for module in model.modules() if isinstance(module, MoE)}
+    for path, module in model.layers.named_modules():
+        if isinstance(module, MoE):
+            names: tuple[str, ...] = ("gate_up", "down")
+        elif isinstance(module, Linear) and id(module) not in routers and module.weight.shape[0] > 1:
+            names = ("weight",)
+        else:
             continue
-        where = cut.get(model.stage.whole_name(f"layers.{name}.weight"))
-        by_columns = isinstance(where, Split) and where.axis == 1
-        groups, largest = GROUPS.get(quantization, Groups()), None
-        if quantization == INT4 and module.weight.shape[1] % unit_of(groups):
-            raise ValueError(
-                f"quantization='int4': layers.{name} has {module.weight.shape[1]} columns on a rank, and its groups "
-                f"have {unit_of(groups)}: use 'int8', or another tensor_parallel_size"
-            )
-        if by_columns and groups.columns == 0 and not module.weight.is_meta:
-            largest = model.group.stack(module.weight.abs().amax(1, keepdim=True).float()).amax(0)
-        module.narrow(_narrow(module.weight, quantization, groups, largest))
+        for name in names:
+            where = cut.get(model.stage.whole_name(f"layers.{path}.{name}"))
+            by_columns = isinstance(where, Split) and where.axis == getattr(module, name).dim() - 1
+            narrow = _narrow(f"layers.{path}.{name}", getattr(module, name), quantization, model, by_columns)
+            module.hold(name, narrow)
     model.quantization = quantization
     model.fuse_anew()
 
 
-def _narrow(weight: torch.Tensor, quantization: str, groups: Groups, largest: torch.Tensor | None) -> Weight:
-    """The weight in a narrow format; of one without numbers, on a meta device, one without numbers."""
-    if not weight.is_meta:
+def _narrow(name: str, weight: torch.Tensor, quantization: str, model: Decoder, by_columns: bool) -> Weight:
+    """The weight, or those of experts, in a narrow format; of one without numbers, on a meta device, one without
+    numbers. ``by_columns``: ranks have parts of its rows."""
+    groups, (*experts, n, k) = GROUPS.get(quantization, Groups()), weight.shape
+    if quantization == INT4 and k % unit_of(groups):
+        raise ValueError(
+            f"quantization='int4': {name} has {k} columns on a rank, and its groups have {unit_of(groups)}: use "
+            "'int8', or another tensor_parallel_size"
+        )
+    scales = *experts, *groups.shape(n, k)
+    if weight.is_meta:
+        data = weight.new_empty(*experts, n, k // 2 if quantization == INT4 else k, dtype=NARROW[quantization])
+        return Weight(data, weight.new_empty(scales, dtype=torch.float32), quantization, groups)
+    largest = None
+    if by_columns and groups.columns == 0:
+        largest = model.group.stack(weight.abs().amax(-1, keepdim=True).float()).amax(0)
+    if not experts:
         return quantize_weight(weight, quantization, groups, largest=largest)
-    n, k = weight.shape
-    data = weight.new_empty(n, k // 2 if quantization == INT4 else k, dtype=NARROW[quantization])
-    return Weight(data, weight.new_empty(groups.shape(n, k), dtype=torch.float32), quantization, groups)
+    each = [
+        quantize_weight(one, quantization, groups, largest=None if largest is None else largest[place])
+        for place, one in enumerate(weight)
+    ]
+    data, of_each = torch.stack([one.data for one in each]), [one.scales for one in each if one.scales is not None]
+    return Weight(data, torch.stack(of_each), quantization, groups)

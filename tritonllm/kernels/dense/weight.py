@@ -16,6 +16,7 @@ engine read (:func:`tritonllm.kernels.hopper.descriptors.weight_descriptor`): a 
 and is widened where the matrix unit takes its operands (``_weights`` of `sm90/tiles.py`, and `hopper/product.py`).
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -65,6 +66,12 @@ class Weight(NamedTuple):
     format: str = PLAIN
     groups: Groups = Groups()
     zeros: torch.Tensor | None = None
+
+    def each(self) -> Iterator["Weight"]:
+        """The weights of several, ``[E, N, K]``, one after the other."""
+        for place, data in enumerate(self.data):
+            scales, zeros = (None if part is None else part[place] for part in (self.scales, self.zeros))
+            yield self._replace(data=data, scales=scales, zeros=zeros)
 
     @property
     def columns(self) -> int:

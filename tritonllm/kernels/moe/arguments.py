@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from tritonllm.kernels.dense.arguments import Scaled
+from tritonllm.kernels.dense import Scaled
 
 
 class Experts(NamedTuple):

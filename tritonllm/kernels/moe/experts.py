@@ -20,10 +20,17 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonllm.kernels.dense import Weight, elements, row_by_row
-from tritonllm.kernels.dense.arguments import Scaled
-from tritonllm.kernels.dense.narrow import check_narrow, narrow_key, widen_numbers
-from tritonllm.kernels.dense.weight import NARROW, Groups
+from tritonllm.kernels.dense import (
+    NARROW,
+    Groups,
+    Scaled,
+    Weight,
+    check_narrow,
+    elements,
+    narrow_key,
+    row_by_row,
+    widen_numbers,
+)
 from tritonllm.kernels.elementwise import GATED_ACTIVATIONS, NormOptions, check_affine, gated_reference
 from tritonllm.kernels.moe.arguments import ExpertChoice, Experts, Result, map_size
 from tritonllm.kernels.moe.grouping import expert_of_pairs, group_by_expert

@@ -11,9 +11,15 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonllm.kernels.dense import load_tile, tile_at
-from tritonllm.kernels.dense.arguments import Scaled, half_unit
-from tritonllm.kernels.dense.widen import widen_bytes, widen_nibbles, widens_in_place
+from tritonllm.kernels.dense import (
+    Scaled,
+    half_unit,
+    load_tile,
+    tile_at,
+    widen_bytes,
+    widen_nibbles,
+    widens_in_place,
+)
 from tritonllm.kernels.elementwise import gated
 from tritonllm.kernels.moe.arguments import Experts
 from tritonllm.kernels.moe.grouping import ExpertBlocks
