@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tritonllm.models.formats.joining import SCALE_TYPES, Headers, bad, groups_of
+from tritonllm.models.formats.joining import SCALE_TYPES, Headers
 from tritonllm.models.formats.narrow_tensor import NarrowTensor
 from tritonllm.models.formats.row_major import RowMajor
 from tritonllm.models.tensor_files import StoredTensor
@@ -36,17 +36,9 @@ class Fp8:
         if tensor.dtype != "F8_E4M3" or len(tensor.shape) not in (2, 3):
             return None
         scales = next((name + end for end in _SCALES if name + end in headers.stored), name + _SCALES[0])
-        found = headers.stored.get(scales)
-        if found is None or found.dtype not in _TYPES:
-            raise bad(tensor, name, f"is {NAME} and needs {scales} of type {' or '.join(_TYPES)}, which is not there")
-        groups = groups_of(tensor.shape, found.shape, block=self.block)
-        if groups is None:
-            of = "" if self.block is None else f", or of blocks of {self.block[0]} x {self.block[1]}"
-            raise bad(
-                tensor, name, f"is {NAME}, but {scales} has shape {list(found.shape)}: not of the whole, of rows{of}"
-            )
+        part, groups = headers.scales(name, NAME, scales, _TYPES, tensor.shape, block=self.block)
         scheme = RowMajor(NAME, (tensor.shape[-2], tensor.shape[-1]), groups)
-        return name, NarrowTensor(tensor.shape, scheme, {"numbers": (name, tensor), "scales": (scales, found)})
+        return name, NarrowTensor(tensor.shape, scheme, {"numbers": (name, tensor), "scales": part})
 
 
 def fp8(config: Mapping[str, Any]) -> Fp8:

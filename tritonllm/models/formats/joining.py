@@ -2,16 +2,16 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from tritonllm.kernels.dense.weight import Groups
 from tritonllm.models.formats.narrow_tensor import NarrowTensor
-from tritonllm.models.tensor_files import StoredTensor, open_tensors
+from tritonllm.models.tensor_files import StoredTensor, TensorFile, open_tensors
 
-Part = tuple[str, StoredTensor]
 SCALE_TYPES = ("F32", "BF16", "F16")
 
 # Scales of activations, which are not made narrow here, and of keys and values, which have the cache's own type.
@@ -26,11 +26,12 @@ _UNUSED = (
 _OF_THE_CACHE = re.compile(r"\.(q|k|v|kv|prob)_(scale|zero_point)$")
 
 
-@dataclass(frozen=True)
 class Headers:
-    """The tensors of a checkpoint, before any is read."""
+    """The tensors of a checkpoint, before those of any size are read."""
 
-    stored: Mapping[str, StoredTensor]
+    def __init__(self, stored: Mapping[str, StoredTensor], files: ExitStack) -> None:
+        self.stored, self._files = stored, files
+        self._open: dict[Path, TensorFile] = {}
 
     def part(
         self, of: str, scheme: str, name: str, types: Iterable[str], shapes: Iterable[Sequence[int]]
@@ -53,18 +54,47 @@ class Headers:
             raise bad(self.stored[of], of, f"is {scheme} and needs {name} of {asked}, which {what}")
         return name, found
 
-    def optional(
-        self, of: str, scheme: str, name: str, types: Iterable[str], shapes: Iterable[Sequence[int]]
-    ) -> dict[str, Part]:
-        """As :meth:`part`, where it is there: ``{}`` or ``{last part of its name: the part}``."""
-        return {name: self.part(of, scheme, name, types, shapes)} if name in self.stored else {}
+    def scales(
+        self,
+        of: str,
+        scheme: str,
+        name: str,
+        types: Iterable[str],
+        shape: Sequence[int],
+        *,
+        block: tuple[int, int] | None = None,
+        columns: int = 0,
+    ) -> tuple[tuple[str, StoredTensor], Groups]:
+        """The scales of a weight, and what shares one.
+
+        Args:
+            of, scheme, name, types: as of :meth:`part`.
+            shape: of the weight, ``[N, K]`` or ``[E, N, K]``.
+            block: rows and columns of a block that may share a scale.
+            columns: so many of a row may share one.
+
+        Raises:
+            ValueError: they are missing, or of another type or shape.
+        """
+        found, types = self.stored.get(name), tuple(types)
+        if found is None or found.dtype not in types:
+            what = "is missing" if found is None else f"is {found.dtype}"
+            raise bad(self.stored[of], of, f"is {scheme} and needs {name} of type {' or '.join(types)}, which {what}")
+        groups = _groups_of(shape, found.shape, block, columns)
+        if groups is None:
+            known = ["the whole", "rows", *([f"{columns} columns"] if columns else [])]
+            known += [] if block is None else [f"blocks of {block[0]} x {block[1]}"]
+            what = f"is {scheme}, but {name} has shape {list(found.shape)}: not one of {', of '.join(known)}"
+            raise bad(self.stored[of], of, what)
+        return (name, found), groups
 
     def read(self, name: str) -> torch.Tensor:
-        """A small tensor."""
-        stored = self.stored[name]
-        assert stored.path is not None
-        with open_tensors(stored.path) as file:
-            return file.get(name).clone()
+        """A small tensor. Its file stays open: a checkpoint may have one for each weight of each expert."""
+        path = self.stored[name].path
+        assert path is not None
+        if path not in self._open:
+            self._open[path] = self._files.enter_context(open_tensors(path))
+        return self._open[path].get(name).clone()
 
 
 def bad(stored: StoredTensor, name: str, what: str) -> ValueError:
@@ -72,24 +102,17 @@ def bad(stored: StoredTensor, name: str, what: str) -> ValueError:
     return ValueError(f"{stored.path}: tensor {name} {list(stored.shape)} {what}")
 
 
-def groups_of(
-    shape: Sequence[int], scales: Sequence[int], *, block: Sequence[int] | None = None, columns: int = 0
+def _groups_of(
+    shape: Sequence[int], scales: Sequence[int], block: tuple[int, int] | None, columns: int
 ) -> Groups | None:
-    """What the scales of a weight ``[N, K]``, or of experts ``[E, N, K]``, are of, by their shape.
-
-    Args:
-        shape: of the weight.
-        scales: their shape: of the whole, of each row, of ``block``, or of so many ``columns`` of a row.
-    """
+    """What scales of a shape are of."""
     *experts, n, k = shape
-    if len(scales) < len(experts) or list(scales[: len(experts)]) != experts:
+    if list(scales[: len(experts)]) != experts:
         return None
     of_one = tuple(scales[len(experts) :])
     known = [(Groups(n), ((), (1,), (1, 1))), (Groups(), ((n,), (n, 1)))]
-    if columns:
-        known.append((Groups(1, columns), (Groups(1, columns).shape(n, k),)))
-    if block is not None:
-        known.append((Groups(*block), (Groups(*block).shape(n, k),)))
+    known += [(groups, (groups.shape(n, k),)) for groups in ([Groups(1, columns)] if columns else [])]
+    known += [(groups, (groups.shape(n, k),)) for groups in ([] if block is None else [Groups(*block)])]
     if experts and n % 2 == 0:
         known.append((Groups(n // 2), ((2, 1),)))  # gate and up
     return next((groups for groups, shapes in known if of_one in shapes), None)
@@ -114,8 +137,9 @@ def join(stored: Mapping[str, StoredTensor], form: CheckpointFormat) -> dict[str
     Raises:
         ValueError: as :meth:`CheckpointFormat.claim`; or a weight is there narrow and as it is.
     """
-    headers = Headers(stored)
-    claims = {name: form.claim(name, tensor, headers) for name, tensor in stored.items()}
+    with ExitStack() as files:
+        headers = Headers(stored, files)
+        claims = {name: form.claim(name, tensor, headers) for name, tensor in stored.items()}
     found = {name: claim for name, claim in claims.items() if claim is not None}
     used = {part for _, narrow in found.values() for part, _ in narrow.parts.values()}
     for weight, _ in found.values():

@@ -5,15 +5,20 @@ from pathlib import Path
 from typing import Any
 
 from tritonllm.models.checkpoint import read_json
+from tritonllm.models.formats.compressed_tensors import compressed_tensors
 from tritonllm.models.formats.fp8 import fp8
 from tritonllm.models.formats.joining import CheckpointFormat
+from tritonllm.models.formats.modelopt import modelopt
 from tritonllm.models.formats.mxfp4 import Mxfp4, mxfp4
 
 FIELD = "quantization_config"
+MODELOPT_FILE = "hf_quant_config.json"  # where ModelOpt's older checkpoints say it
 METHODS: dict[str, Callable[[Mapping[str, Any]], CheckpointFormat]] = {
     "fp8": fp8,
     "fbgemm_fp8": fp8,
     "mxfp4": mxfp4,
+    "compressed-tensors": compressed_tensors,
+    "modelopt": modelopt,
 }
 
 
@@ -40,9 +45,10 @@ def format_in(folder: Path) -> CheckpointFormat:
     Raises:
         ValueError: as :func:`format_of`.
     """
-    file = folder / "config.json"
-    config = read_json(file) if file.exists() else {}
-    quantization = quantization_of(config)
+    file, apart = folder / "config.json", folder / MODELOPT_FILE
+    quantization = quantization_of(read_json(file)) if file.exists() else None
+    if quantization is None and apart.exists():
+        quantization = {"quant_method": "modelopt", **(read_json(apart).get("quantization") or {})}
     return Mxfp4() if quantization is None else format_of(quantization)
 
 
