@@ -61,7 +61,7 @@ class StoredTensor:
     """What is known of a tensor before it is read.
 
     Attributes:
-        shape: of the tensor.
+        shape: the tensor's shape.
         dtype: as safetensors calls it.
         path: file that holds it; ``None`` for one in memory.
     """

@@ -215,6 +215,8 @@ def _plan(model: Decoder, stored: Mapping[str, Stored], where: str) -> _Plan:
     for name, tensor in stored.items():
         if name not in accepted and (is_derived(name, tensor) or is_extra(model.spec, name)):
             continue
+        if name not in accepted and _is_spare_bias(name, stored):
+            continue
         fitting[name] = _slot_of(name, tensor, slots.get(accepted.get(name, "")))
         if accepted[name] in home:
             raise ValueError(f"{where}tensors {home[accepted[name]]} and {name} are two names of one")
@@ -335,6 +337,16 @@ def _accepted_names(slots: Mapping[str, Slot], *, text_of: bool = False) -> dict
 def is_derived(name: str, tensor: Stored) -> bool:
     """Whether it is a buffer that follows from the configuration, which nobody reads."""
     return bool(_DERIVED.search(name)) or (bool(_MASK.search(name)) and len(tensor.shape) == 4)
+
+
+def _is_spare_bias(name: str, stored: Mapping[str, Stored]) -> bool:
+    """Whether it is a bias of zeros, which older writers of narrow weights add to modules that have none."""
+    weight, bias = stored.get(name.removesuffix("bias") + "weight"), stored[name]
+    if not name.endswith(".bias") or not isinstance(weight, NarrowTensor) or isinstance(bias, NarrowTensor):
+        return False
+    assert bias.path is not None
+    with open_tensors(bias.path) as file:
+        return not bool(file.get(name).any())
 
 
 def _slot_of(name: str, tensor: Stored, slot: Slot | None) -> Slot:

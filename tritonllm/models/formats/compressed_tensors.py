@@ -47,9 +47,9 @@ class _Rule:
 
     Attributes:
         targets: names of modules, regular expressions of them behind ``re:``, or ``Linear`` for all.
-        bits: of a number.
-        columns: of a group; 0 for none.
-        block: rows and columns of a block; ``None`` for none.
+        bits: how many bits a number has.
+        columns: how many columns a group has; 0 for no groups.
+        block: rows and columns of a block; ``None`` for no blocks.
     """
 
     targets: tuple[str, ...]
@@ -146,7 +146,7 @@ def _weight(
         parts["zeros"] = headers.part(name, NAME, zeros, ["I32" if packed else "I8"], [zero_shape])
         zero_bits = rule.bits if packed else 0
     if order in headers.stored:
-        parts["order"] = headers.part(name, NAME, order, ["I32", "I64"], [(k,)])
+        parts["order"] = headers.order(name, NAME, order, k, groups.shape(n, k)[1])
     if f"{stem}.weight_shape" in headers.stored:
         parts["shape"] = f"{stem}.weight_shape", headers.stored[f"{stem}.weight_shape"]
     return NarrowTensor((n, k), RowMajor(NAME, (n, k), groups, packing, zero_bits), parts)

@@ -41,8 +41,8 @@ class Headers:
         Args:
             of: the tensor of its numbers.
             scheme: what messages call its scheme.
-            name: of the part.
-            types, shapes: those that fit.
+            name: what the part is called.
+            types, shapes: what it may have.
 
         Raises:
             ValueError: it is missing, or another.
@@ -69,7 +69,7 @@ class Headers:
 
         Args:
             of, scheme, name, types: as of :meth:`part`.
-            shape: of the weight, ``[N, K]`` or ``[E, N, K]``.
+            shape: the shape of the weight, ``[N, K]`` or ``[E, N, K]``.
             block: rows and columns of a block that may share a scale.
             columns: so many of a row may share one.
 
@@ -87,6 +87,19 @@ class Headers:
             what = f"is {scheme}, but {name} has shape {list(found.shape)}: not one of {', of '.join(known)}"
             raise bad(self.stored[of], of, what)
         return (name, found), groups
+
+    def order(self, of: str, scheme: str, name: str, columns: int, groups: int) -> tuple[str, StoredTensor]:
+        """The group of each column of a weight; arguments as of :meth:`part`.
+
+        Raises:
+            ValueError: it is missing, of another type or shape, or names groups that there are not.
+        """
+        part = self.part(of, scheme, name, ["I32", "I64"], [(columns,)])
+        values = self.read(name)
+        if not bool((values == -1).all() | ((values >= 0) & (values < groups)).all()):
+            what = f"from {int(values.min())} to {int(values.max())}"
+            raise bad(self.stored[of], of, f"has {groups} groups, but {name} gives its columns groups {what}")
+        return part
 
     def read(self, name: str) -> torch.Tensor:
         """A small tensor. Its file stays open: a checkpoint may have one for each weight of each expert."""

@@ -37,7 +37,7 @@ class NarrowTensor:
     """One weight, of which a checkpoint has several tensors.
 
     Attributes:
-        shape: of the weight: ``[N, K]``, or of all experts ``[E, N, K]``.
+        shape: the weight's shape: ``[N, K]``, or of all experts ``[E, N, K]``.
         scheme: how its parts are read.
         parts: by what the scheme calls a part, its name and its header; the numbers first.
         turned: ``shape`` has the last two dimensions the other way round (GPT-OSS).

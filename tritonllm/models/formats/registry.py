@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from tritonllm.models.checkpoint import read_json
+from tritonllm.models.formats.awq import awq
 from tritonllm.models.formats.compressed_tensors import compressed_tensors
 from tritonllm.models.formats.fp8 import fp8
+from tritonllm.models.formats.gptq import auto_round, gptq
 from tritonllm.models.formats.joining import CheckpointFormat
 from tritonllm.models.formats.modelopt import modelopt
 from tritonllm.models.formats.mxfp4 import Mxfp4, mxfp4
@@ -19,6 +21,10 @@ METHODS: dict[str, Callable[[Mapping[str, Any]], CheckpointFormat]] = {
     "mxfp4": mxfp4,
     "compressed-tensors": compressed_tensors,
     "modelopt": modelopt,
+    "gptq": gptq,
+    "auto-round": auto_round,
+    "intel/auto-round": auto_round,
+    "awq": awq,
 }
 
 

@@ -17,7 +17,7 @@ class Packing:
 
     Attributes:
         unit: so many columns of the weight are one element of the numbers' last dimension that is read.
-        unpack: of ``[R, U]``, or ``[R, U, bytes]``, the numbers ``[R, U * unit]``.
+        unpack: makes of ``[R, U]``, or ``[R, U, bytes]``, the numbers ``[R, U * unit]``.
         values: what each number stands for; ``None``: itself.
     """
 
@@ -53,7 +53,7 @@ class RowMajor:
         size: N and K.
         groups: what shares a scale.
         packing: how the numbers lie.
-        zero_bits: of a packed zero point; 0: they are not packed.
+        zero_bits: how many bits a packed zero point has; 0: they are not packed.
     """
 
     name: str
