@@ -292,7 +292,11 @@ def test_bad_sizes(name, value):
         ("llama", {"eos_token_id": "</s>"}, "eos_token_id must be a token id or a list"),
         ("llama", {"num_key_value_heads": 3}, "multiple of num_kv_heads"),
         ("llama", {"head_dim": 12}, "head_size must be a multiple of 8"),
-        ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config=.* is not supported"),
+        (
+            "llama",
+            {"quantization_config": {"quant_method": "aqlm"}},
+            "quant_method='aqlm' is not supported; supported: fp8,",
+        ),
         ("llama", {"partial_rotary_factor": -0.5}, "partial_rotary_factor must be a number above 0, got -0.5"),
         ("llama", {"rope_theta": "big"}, "rope_theta must be a number above 0, got 'big'"),
         ("llama", {"rope_scaling": "linear"}, "rope_scaling must be an object, got 'linear'"),

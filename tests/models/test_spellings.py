@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 from support.checkpoints import edit, refused
 from support.tiny_models import load_decoder, tiny_config, write_checkpoint
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tritonllm.dist.group import Group
 from tritonllm.experts.load import ExpertLoad
@@ -15,7 +16,6 @@ from tritonllm.experts.rebalance import rebalance
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.families import spec_from_config
 from tritonllm.models.local_spec import by_expert
-from tritonllm.models.mxfp4 import dequantize_mxfp4
 from tritonllm.models.weights import hf_tensors, load_weights
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
@@ -112,7 +112,7 @@ def mxfp4_experts(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
             blocks = torch.randint(256, (*shape, 16), dtype=torch.uint8, generator=generator)
             scales = torch.randint(120, 130, shape, dtype=torch.uint8, generator=generator)
             tensors.update({f"{name}_blocks": blocks, f"{name}_scales": scales})
-            want[name] = dequantize_mxfp4(blocks, scales, dtype).mT
+            want[name] = convert_moe_packed_tensors(blocks, scales, dtype=dtype)
 
     edit(folder, pack)
     return want

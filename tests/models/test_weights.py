@@ -85,13 +85,13 @@ def test_wrong_shape(folder):
 
 def test_not_a_float(folder):
     edit(folder, lambda tensors: tensors.update({Q_PROJ: torch.zeros(64, 64, dtype=torch.int8)}))
-    refused(folder, f"tensor {Q_PROJ} is I8.*other quantized checkpoints are not supported")
+    refused(folder, f"tensor {Q_PROJ} is I8, not one of F64, .* not a part of a narrow weight")
 
 
 def test_the_names_of_a_quantized_checkpoint(folder):
     packed = {Q_PROJ.replace("weight", "qweight"): torch.zeros(8, 64, dtype=torch.int32)}
     edit(folder, lambda tensors: tensors.update(packed))
-    refused(folder, r"q_proj\.qweight is I32.*quantized checkpoints are not supported")
+    refused(folder, r"q_proj\.qweight is I32, not one of .* not a part of a narrow weight")
 
 
 def test_unreadable_files(folder):

@@ -19,7 +19,7 @@ from tritonllm.models.families import spec_from_config, weight_map
 from tritonllm.models.finite import not_finite, refuse
 from tritonllm.models.slots import unfilled
 from tritonllm.models.spec import LayerSpec, ModelSpec
-from tritonllm.models.tensor_files import StoredTensor, open_tensors, read, stored_tensors
+from tritonllm.models.tensor_files import StoredTensor, open_tensors, stored_tensors
 
 EAGLE, EAGLE3 = "eagle", "eagle3"
 # Parts of later heads, each of which changes what a head computes.
@@ -190,9 +190,7 @@ def _stored(folder: Path, load_format: str) -> Stored:
 def _read(name: str, tensor: StoredTensor) -> torch.Tensor:
     assert tensor.path is not None
     with open_tensors(tensor.path) as file:
-        values = read(file, name, tensor)
-        assert isinstance(values, torch.Tensor)
-        return values
+        return file.get(name)
 
 
 @torch.no_grad()

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 from tritonllm.models.checkpoint import read_json
-from tritonllm.models.tensor_files import BITS, FILES, MXFP4, stored_tensors
+from tritonllm.models.tensor_files import BITS, FILES, stored_tensors
 from tritonllm.models.weights import is_derived
 
-_TAKEN = [code for code in BITS if code != MXFP4]  # without the checkpoint's quantization, nobody unpacks MXFP4
 _POSITIONS = re.compile(r"(^|\.)position_ids$")  # transformers ignores them, too
 
 
@@ -35,13 +34,13 @@ def check_files(folder: Path, load_format: str, empty_model: Callable[[], Any]) 
     others = {
         name: tensor
         for name, tensor in stored.items()
-        if tensor.dtype not in _TAKEN and not is_derived(name, tensor) and not _POSITIONS.search(name)
+        if tensor.dtype not in BITS and not is_derived(name, tensor) and not _POSITIONS.search(name)
     }
     lm = empty_model() if others else None
     for name, tensor in others.items():
         if not _is_no_weight(lm, name):
             raise ValueError(
-                f"{tensor.path}: tensor {name} is {tensor.dtype}, not one of {', '.join(_TAKEN)}; quantized "
+                f"{tensor.path}: tensor {name} is {tensor.dtype}, not one of {', '.join(BITS)}; quantized "
                 "checkpoints are not supported"
             )
 

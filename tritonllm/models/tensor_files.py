@@ -19,7 +19,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tritonllm.models.checkpoint import read_json
-from tritonllm.models.mxfp4 import BLOCK_BYTES, dequantize_mxfp4
 
 # An index and the single file, by the load format that asks for them; "auto" reads the first kind that is there.
 FILES = {
@@ -27,11 +26,21 @@ FILES = {
     "pt": ("pytorch_model.bin.index.json", "pytorch_model.bin"),
 }
 
-MXFP4 = "MXFP4"
-BITS = {"F64": 64.0, "F32": 32.0, "F16": 16.0, "BF16": 16.0, MXFP4: 4.25}  # of an element, for types that we read
-_CODES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.uint8: "U8"}
-
-_BLOCKS, _SCALES = "_blocks", "_scales"
+BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16}  # of an element, for types that are weights as they are
+# Types that parts of narrow weights have (tritonllm.models.formats).
+_NARROW = {"F8_E4M3": 8, "F8_E8M0": 8, "I8": 8, "U8": 8, "I32": 32, "I64": 64}
+_CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.int32: "I32",
+    torch.int64: "I64",
+}
 _ZIP = b"PK\x03\x04"
 # What torch's unpickler raises where bytes of a file are wrong or missing.
 _DAMAGE = (
@@ -52,35 +61,18 @@ class StoredTensor:
     """What is known of a tensor before it is read.
 
     Attributes:
-        shape: as a tensor of elements, packed or not.
-        dtype: as safetensors calls it, or ``MXFP4``.
-        path: file that holds it, or the blocks of an MXFP4 tensor; ``None`` for one in memory.
-        scales: file that holds the scales of an MXFP4 tensor.
+        shape: the tensor's shape.
+        dtype: as safetensors calls it.
+        path: file that holds it; ``None`` for one in memory.
     """
 
     shape: tuple[int, ...]
     dtype: str
     path: Path | None = None
-    scales: Path | None = None
 
     @property
     def num_bytes(self) -> int:
-        return int(math.prod(self.shape) * BITS[self.dtype] / 8)
-
-
-@dataclass(frozen=True)
-class PackedExperts:
-    """The matrices of all experts in MXFP4: ``blocks[E, rows, G, 16]`` and ``scales[E, rows, G]``, uint8."""
-
-    blocks: torch.Tensor
-    scales: torch.Tensor
-
-    def __len__(self) -> int:
-        return len(self.blocks)
-
-    def expert(self, index: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """``[G * 32, rows]``, the orientation in which GPT-OSS keeps unpacked experts."""
-        return dequantize_mxfp4(self.blocks[index].to(device), self.scales[index].to(device), dtype).mT
+        return math.prod(self.shape) * (BITS | _NARROW)[self.dtype] // 8
 
 
 class TensorFile(Protocol):
@@ -92,8 +84,8 @@ class TensorFile(Protocol):
     def get(self, name: str) -> torch.Tensor:
         """A tensor, to be let go before the file is closed."""
 
-    def part(self, name: str, axis: int, begin: int, end: int) -> torch.Tensor:
-        """Elements ``begin`` to ``end`` (exclusive) of it along a dimension; nothing else of it is read."""
+    def window(self, name: str, index: tuple[int | slice, ...]) -> torch.Tensor:
+        """What ``tensor[index]`` is of it; nothing else of it is read."""
 
 
 class _SafetensorsFile:
@@ -111,8 +103,8 @@ class _SafetensorsFile:
     def get(self, name: str) -> torch.Tensor:
         return self._file.get_tensor(name)
 
-    def part(self, name: str, axis: int, begin: int, end: int) -> torch.Tensor:
-        return self._file.get_slice(name)[(*[slice(None)] * axis, slice(begin, end))]
+    def window(self, name: str, index: tuple[int | slice, ...]) -> torch.Tensor:
+        return self._file.get_slice(name)[index] if index else self._file.get_tensor(name)
 
 
 class _PytorchFile:
@@ -126,8 +118,8 @@ class _PytorchFile:
     def get(self, name: str) -> torch.Tensor:
         return self._tensors[name]
 
-    def part(self, name: str, axis: int, begin: int, end: int) -> torch.Tensor:
-        return self._tensors[name].narrow(axis, begin, end - begin)
+    def window(self, name: str, index: tuple[int | slice, ...]) -> torch.Tensor:
+        return self._tensors[name][index]
 
 
 def describe(tensor: torch.Tensor, path: Path | None = None) -> StoredTensor:
@@ -218,10 +210,10 @@ def _indexed(index: Path) -> list[Path]:
 def stored_tensors(folder: Path, load_format: str = "auto", *, single_first: bool = False) -> dict[str, StoredTensor]:
     """What the files' headers say: file after file, each in its own order.
 
-    ``X_blocks`` and ``X_scales`` of type U8 are one tensor ``X``. Arguments are those of :func:`weight_files`.
+    Arguments are those of :func:`weight_files`.
 
     Raises:
-        ValueError: as :func:`weight_files` and :func:`open_tensors`; a tensor in two files; blocks without scales.
+        ValueError: as :func:`weight_files` and :func:`open_tensors`; a tensor in two files.
     """
     stored: dict[str, StoredTensor] = {}
     for path in weight_files(folder, load_format, single_first=single_first):
@@ -230,49 +222,16 @@ def stored_tensors(folder: Path, load_format: str = "auto", *, single_first: boo
                 if name in stored:
                     raise ValueError(f"tensor {name} is in both {stored[name].path} and {path}")
                 stored[name] = tensor
-    return _join_mxfp4(stored)
+    return stored
 
 
-def _join_mxfp4(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    packed = {
-        name.removesuffix(_BLOCKS): tensor
-        for name, tensor in stored.items()
-        if name.endswith(_BLOCKS) and tensor.dtype == "U8" and len(tensor.shape) == 4
-    }
-    joined = {}
-    for name, tensor in stored.items():
-        if name in packed:
-            raise ValueError(f"tensors {name} and {name}{_BLOCKS} hold the same weights; a checkpoint must have one")
-        stem = name.removesuffix(_BLOCKS)
-        if stem in packed:
-            joined[stem] = _joined(name, tensor, stem + _SCALES, stored.get(stem + _SCALES))
-        elif name.removesuffix(_SCALES) not in packed:
-            joined[name] = tensor
-    return joined
-
-
-def _joined(name: str, blocks: StoredTensor, scales_name: str, scales: StoredTensor | None) -> StoredTensor:
-    want = blocks.shape[:-1]
-    if scales is None or (scales.dtype, scales.shape) != ("U8", want) or blocks.shape[-1] != BLOCK_BYTES:
-        raise ValueError(
-            f"{blocks.path}: tensor {name} {list(blocks.shape)} is not MXFP4: that has {BLOCK_BYTES} bytes in a block, "
-            f"and {scales_name} of type U8 and shape {list(want)}"
-        )
-    experts, rows, groups = want
-    return StoredTensor((experts, 2 * BLOCK_BYTES * groups, rows), MXFP4, blocks.path, scales.path)
-
-
-def read(
-    file: TensorFile, name: str, stored: StoredTensor, part: tuple[int, int, int] | None = None
-) -> torch.Tensor | PackedExperts:
-    """A tensor of :func:`stored_tensors` from the open file ``stored.path``.
+def read(file: TensorFile, name: str, part: tuple[int, int, int] | None = None) -> torch.Tensor:
+    """A tensor of an open file.
 
     Args:
-        part: dimension, first and last (exclusive) element, of a tensor that is not packed; ``None`` for all of it.
+        part: dimension, first and last (exclusive) element; ``None`` for all of it.
     """
-    if stored.scales is None:
-        return file.get(name) if part is None else file.part(name, *part)
-    assert part is None  # the dimension that is cut may be the packed one
-    with open_tensors(stored.scales) as other:
-        scales = other.get(name + _SCALES).clone()
-    return PackedExperts(file.get(name + _BLOCKS), scales)
+    if part is None:
+        return file.get(name)
+    axis, begin, end = part
+    return file.window(name, (*[slice(None)] * axis, slice(begin, end)))

@@ -2,11 +2,13 @@
 
 Everything is checked from the files' headers before the first byte is copied: every element of every parameter has
 exactly one tensor, and every tensor has a place, its shape and a type that needs no more than a cast; what does not is
-an error that names it. Then tensors are copied one at a time from memory-mapped files, one file open at a time, so what
-the host holds beside the model is at most the largest file. A rank of several checks all of it and reads its part
-(:mod:`tritonllm.models.shards`).
+an error that names it. Tensors that are a narrow weight together count as one (:mod:`tritonllm.models.formats`), which
+is widened on the model's device. Then tensors are copied one at a time from memory-mapped files, one file open at a
+time (two, where the parts of a weight lie in two), so what the host holds beside the model is at most the largest file.
+A rank of several checks all of it and reads its part (:mod:`tritonllm.models.shards`).
 """
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -24,21 +26,16 @@ from tritonllm.layers.norm import Norm
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.families import is_extra, weight_map
 from tritonllm.models.finite import not_finite, refuse
+from tritonllm.models.formats.joining import join
+from tritonllm.models.formats.narrow_tensor import NarrowTensor
+from tritonllm.models.formats.registry import format_in
 from tritonllm.models.shards import Cut, Once, Split, cuts, expert_splits, keep_part, local_shape, splits
 from tritonllm.models.slots import PIECE, Slot, parameter_shape, unfilled
 from tritonllm.models.spec import ModelSpec
-from tritonllm.models.tensor_files import (
-    BITS,
-    PackedExperts,
-    StoredTensor,
-    TensorFile,
-    describe,
-    open_tensors,
-    read,
-    stored_tensors,
-)
+from tritonllm.models.tensor_files import BITS, StoredTensor, TensorFile, describe, open_tensors, read, stored_tensors
 from tritonllm.models.text_part import names_in_files
 
+Stored = StoredTensor | NarrowTensor
 # What architectures call the output projection; with tied embeddings it may be stored all the same.
 _OUTPUTS = ("lm_head.weight", "embed_out.weight", "output.weight", "output_projection.weight")
 # Buffers of old checkpoints that follow from the configuration: rotary frequencies and causal masks.
@@ -82,11 +79,12 @@ def load_weights(
 
     Raises:
         ValueError: no files; a file absent, truncated or corrupt; a tensor missing, left over, there twice, of a wrong
-            shape or of a type that is neither floating point nor MXFP4; an output projection that differs from the
-            embeddings where ``config.json`` says they are tied. Nothing has been copied then. Last, values that are NaN
-            or infinite in the model's dtype, unless ``allow_nan``.
+            shape or of a type that is neither floating point nor of the checkpoint's narrow format; a narrow weight
+            without its scales; an output projection that differs from the embeddings where ``config.json`` says they
+            are tied. Nothing has been copied then. Last, values that are NaN or infinite in the model's dtype, unless
+            ``allow_nan``.
     """
-    stored = stored_tensors(folder, load_format)
+    stored = join(stored_tensors(folder, load_format), format_in(folder))
     plan = _plan(model, stored, f"{folder}: ")
     _check_twins(plan.twins, lambda name: _digest_in_file(name, stored[name]))
     parameters = _parameters(model)
@@ -208,7 +206,7 @@ class _Plan:
             parameters[name].zero_()
 
 
-def _plan(model: Decoder, stored: Mapping[str, StoredTensor], where: str) -> _Plan:
+def _plan(model: Decoder, stored: Mapping[str, Stored], where: str) -> _Plan:
     """Check names, shapes, types and coverage; ``where`` begins messages that are not about one file."""
     (slots, embedding, outputs), (shards, group) = _places(model), _shards(model)
     accepted = _accepted_names(slots, text_of=bool(model.spec.text_of))
@@ -216,6 +214,8 @@ def _plan(model: Decoder, stored: Mapping[str, StoredTensor], where: str) -> _Pl
     fitting: dict[str, Slot] = {}  # by the name in the checkpoint
     for name, tensor in stored.items():
         if name not in accepted and (is_derived(name, tensor) or is_extra(model.spec, name)):
+            continue
+        if name not in accepted and _is_spare_bias(name, stored):
             continue
         fitting[name] = _slot_of(name, tensor, slots.get(accepted.get(name, "")))
         if accepted[name] in home:
@@ -334,20 +334,35 @@ def _accepted_names(slots: Mapping[str, Slot], *, text_of: bool = False) -> dict
     return accepted
 
 
-def is_derived(name: str, tensor: StoredTensor) -> bool:
+def is_derived(name: str, tensor: Stored) -> bool:
     """Whether it is a buffer that follows from the configuration, which nobody reads."""
     return bool(_DERIVED.search(name)) or (bool(_MASK.search(name)) and len(tensor.shape) == 4)
 
 
-def _slot_of(name: str, tensor: StoredTensor, slot: Slot | None) -> Slot:
+def _is_spare_bias(name: str, stored: Mapping[str, Stored]) -> bool:
+    """Whether it is a bias of zeros, which older writers of narrow weights add to modules that have none."""
+    weight, bias = stored.get(name.removesuffix("bias") + "weight"), stored[name]
+    if not name.endswith(".bias") or not isinstance(weight, NarrowTensor) or isinstance(bias, NarrowTensor):
+        return False
+    assert bias.path is not None
+    with open_tensors(bias.path) as file:
+        return not bool(file.get(name).any())
+
+
+def _slot_of(name: str, tensor: Stored, slot: Slot | None) -> Slot:
     """The slot for a tensor as it lies in the checkpoint, once it is checked."""
-    label = f"tensor {name}" if tensor.path is None else f"{tensor.path}: tensor {name}"
-    if tensor.dtype not in BITS:
+    label, narrow = f"tensor {name}" if tensor.path is None else f"{tensor.path}: tensor {name}", False
+    if isinstance(tensor, NarrowTensor):
+        narrow = True
+    elif tensor.dtype not in BITS:
         raise ValueError(
-            f"{label} is {tensor.dtype}, not one of {', '.join(BITS)}; other quantized checkpoints are not supported"
+            f"{label} is {tensor.dtype}, not one of {', '.join(BITS)}, and not a part of a narrow weight as "
+            "quantization_config of config.json describes it"
         )
     if slot is None:
         raise ValueError(f"{label} has no place in the model that config.json describes")
+    if narrow and slot.transposed and len(slot.shape) == 2 and not slot.flat_experts:  # a narrow one is never `Conv1D`
+        slot = dataclasses.replace(slot, shape=slot.shape[::-1], transposed=False)
     fitting = slot.as_in(tensor.shape)
     if tensor.shape != fitting.shape:
         raise ValueError(f"{label} has shape {list(tensor.shape)}, but config.json asks for {list(slot.shape)}")
@@ -379,9 +394,11 @@ def _check_twins(twins: list[tuple[str, str]], digest: Callable[[str], bytes]) -
             )
 
 
-def _digest_in_file(name: str, stored: StoredTensor) -> bytes:
+def _digest_in_file(name: str, stored: Stored) -> bytes:
     assert stored.path is not None
     with open_tensors(stored.path) as file:
+        if isinstance(stored, NarrowTensor):
+            return _digest(stored.piece(file, None, None, torch.device("cpu")).widen(torch.float32))
         return _digest(file.get(name))
 
 
@@ -395,27 +412,29 @@ def _digest(tensor: torch.Tensor) -> bytes:
 
 
 def _load(
-    file: TensorFile, name: str, stored: StoredTensor, parts: list[Cut], parameters: Mapping[str, torch.Tensor]
+    file: TensorFile, name: str, stored: Stored, parts: list[Cut], parameters: Mapping[str, torch.Tensor]
 ) -> None:
     """Copy the parts of one tensor. Its name ends here: it would hold the file's memory when the next one is opened."""
-    packed = None if stored.scales is None or not parts else read(file, name, stored)  # packed, all at once
     for cut in parts:
-        tensor = read(file, name, stored, cut.part) if packed is None else packed
-        _write(cut, parameters[cut.slot.parameter], tensor)
+        parameter = parameters[cut.slot.parameter]
+        if isinstance(stored, NarrowTensor):
+            _load_narrow(file, stored, cut, parameter)
+        else:
+            cut.slot.write(parameter, read(file, name, cut.part))
 
 
-def _write(cut: Cut, parameter: torch.Tensor, tensor: torch.Tensor | PackedExperts) -> None:
-    """Write a cut of a tensor to its parameter. ``tensor`` is that cut already; of packed experts, which are unpacked
-    whole, it is all of them."""
-    if isinstance(tensor, torch.Tensor):
-        cut.slot.write(parameter, tensor)
-        return
-    experts, of_one = range(len(tensor)), None
-    if cut.part is not None and cut.part[0] == 0:
-        experts = range(*cut.part[1:])
-    elif cut.part is not None:
-        of_one = (cut.part[0] - 1, *cut.part[1:])
-    for place, i in enumerate(experts):
-        slot = cut.slot.of_expert(place) if cut.slot.expert is None else cut.slot.without_row()
-        one = Cut(slot, of_one)
-        one.slot.write(parameter, one.of(tensor.expert(i, parameter.dtype, parameter.device)))
+def _load_narrow(file: TensorFile, stored: NarrowTensor, cut: Cut, parameter: torch.Tensor) -> None:
+    """Widen a cut of a narrow weight into its parameter, one expert at a time."""
+    matrices: list[tuple[int | None, Cut]] = [(None, cut)]
+    if len(stored.shape) > 2:
+        experts, part = range(stored.shape[0]), cut.part
+        if part is not None and part[0] == 0:
+            experts, part = range(*part[1:]), None
+        of_one = None if part is None else (part[0] - 1, *part[1:])
+        slots = [
+            cut.slot.of_expert(i) if cut.slot.expert is None else cut.slot.without_row() for i in range(len(experts))
+        ]
+        matrices = [(expert, Cut(slot, of_one)) for expert, slot in zip(experts, slots, strict=True)]
+    for expert, one in matrices:
+        wide = stored.piece(file, expert, one.part, parameter.device).widen(parameter.dtype)
+        one.slot.write(parameter, wide.mT if stored.turned else wide)

@@ -43,6 +43,7 @@ from tritonllm.models.families import (
 )
 from tritonllm.models.families.common import Family
 from tritonllm.models.families.heads import BY_SUFFIX, FamilyHead
+from tritonllm.models.formats.registry import format_of, quantization_of
 from tritonllm.models.slots import Slot
 from tritonllm.models.spec import ModelSpec
 
@@ -59,7 +60,6 @@ _CLASSIFIES = "ForSequenceClassification"
 
 # Fields that some architectures compute with, and the values at which they do nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "quantization_config": (None,),
     "use_mrope": (None, False),
     "alibi": (None, False),
     "attn_logit_softcapping": (None,),
@@ -92,6 +92,8 @@ def spec_from_config(config: Config) -> ModelSpec:
         text_of, config = _named(config), alone
     architecture = _architecture(config)
     family, head = _find(architecture)
+    if (quantization := quantization_of(config)) is not None:
+        format_of(quantization)
     for name, neutral in _NEUTRAL.items():
         if name not in family.reads and config.get(name) not in neutral:
             raise ValueError(f"{architecture} with {name}={config[name]!r} is not supported")

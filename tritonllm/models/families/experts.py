@@ -124,9 +124,6 @@ def _gpt_oss(config: ConfigReader) -> dict[str, Any]:
     for name, value in (("swiglu_alpha", SWIGLU_ALPHA), ("swiglu_limit", SWIGLU_LIMIT)):
         if config.number(name) != value:
             raise ValueError(f"config.json: {name} other than {value} is not supported, got {config[name]!r}")
-    quantization = config["quantization_config"]
-    if quantization is not None and quantization.get("quant_method") != "mxfp4":
-        raise ValueError(f"config.json: quantization_config other than mxfp4 is not supported, got {quantization}")
     bias = config.flag("attention_bias")
     experts = MoESpec(
         num_experts=config.size("num_local_experts"),
@@ -281,8 +278,7 @@ FAMILIES: dict[str, Family] = {
             "num_local_experts": 128,
             "swiglu_alpha": SWIGLU_ALPHA,
             "swiglu_limit": SWIGLU_LIMIT,
-            "quantization_config": None,
         },
-        reads=frozenset({"num_local_experts", "quantization_config"}),
+        reads=frozenset({"num_local_experts"}),
     ),
 }
