@@ -26,7 +26,7 @@ from tritonllm.kernels.elementwise import ACTIVATIONS, act_and_mul, cpu
 from tritonllm.kernels.runtime.registry import runs_in_torch
 from tritonllm.layers.fusion import few_rows
 from tritonllm.layers.norm import BlockInput, Norm, NormSpec
-from tritonllm.layers.parameters import HoldsWeights, empty_parameter
+from tritonllm.layers.parameters import HoldsWeights, empty_parameter, product_weight
 
 _NO_NORM = NormSpec(kind="rms", eps=0.0)
 
@@ -91,7 +91,7 @@ class Linear(HoldsWeights):
         super().__init__()
         self._scaled = NOT_SCALED  # what kernels take of a narrow weight, made once
         self.weight: nn.Parameter
-        self.hold("weight", empty_parameter(out_features, in_features, dtype=dtype, device=device))
+        self.hold("weight", product_weight(out_features, in_features, dtype=dtype, device=device))
         self.in_features, self.dtype = in_features, dtype
         self._packed = False
         self._columns = out_features

@@ -15,7 +15,7 @@ from tritonllm.layers.expert_counts import LayerCounter
 from tritonllm.layers.linear import Linear, linear_float32
 from tritonllm.layers.mlp import MLP, MLPSpec
 from tritonllm.layers.norm import BlockInput, Norm, NormSpec
-from tritonllm.layers.parameters import HoldsWeights, empty_parameter
+from tritonllm.layers.parameters import HoldsWeights, empty_parameter, product_weight
 from tritonllm.layers.residual import Addend
 
 EXPERT_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
@@ -155,15 +155,15 @@ class MoE(HoldsWeights):
         self, hidden_size: int, spec: MoESpec, *, dtype: torch.dtype, device: torch.device, group: Group = ALONE
     ) -> None:
         super().__init__()
-        self.spec, self._group = spec, group
+        self.spec, self._group, self.dtype = spec, group, dtype
         experts, inner = spec.num_experts, spec.intermediate_size
         exact = torch.float32 if spec.router_float32 else dtype
         self.router = Linear(hidden_size, experts, bias=spec.router_bias, dtype=exact, device=device)
         here = experts if spec.held is None else len(spec.held)
         self.gate_up: nn.Parameter
         self.down: nn.Parameter
-        self.hold("gate_up", empty_parameter(here, 2 * inner, hidden_size, dtype=dtype, device=device))
-        self.hold("down", empty_parameter(here, hidden_size, inner, dtype=dtype, device=device))
+        self.hold("gate_up", product_weight(here, 2 * inner, hidden_size, dtype=dtype, device=device))
+        self.hold("down", product_weight(here, hidden_size, inner, dtype=dtype, device=device))
         places = None if spec.held is None or spec.exchanged else _places(spec, spec.held).to(device)
         self.register_buffer("expert_map", places, persistent=False)
         self.gate_up_bias = self.down_bias = self.correction_bias = self.shared = self.shared_gate = None

@@ -1,5 +1,9 @@
 """How every layer allocates its weights, and holds those of products in any format."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 from torch import nn
 
@@ -10,6 +14,24 @@ from tritonllm.kernels.dense.weight import NARROW, Groups, Weight
 def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     """An uninitialised parameter without gradient."""
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+
+_deferred: ContextVar[bool] = ContextVar("deferred", default=False)
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Inside the block, weights of products have no memory: a loader gives it to each when it knows the format."""
+    token = _deferred.set(True)
+    try:
+        yield
+    finally:
+        _deferred.reset(token)
+
+
+def product_weight(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """As :func:`empty_parameter`; inside :func:`deferred` on the meta device."""
+    return empty_parameter(*shape, dtype=dtype, device=torch.device("meta") if _deferred.get() else device)
 
 
 class HoldsWeights(nn.Module):

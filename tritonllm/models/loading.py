@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,6 +13,7 @@ from tritonllm.config.parallel import ParallelConfig
 from tritonllm.dist.exchange import NO_EXCHANGE, Exchange
 from tritonllm.dist.group import ALONE, Group
 from tritonllm.layers.linear import Linear
+from tritonllm.layers.parameters import deferred
 from tritonllm.models import checkpoint, families
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.expert_checks import check_shared
@@ -19,9 +21,10 @@ from tritonllm.models.fallback import fallback_spec, fallback_stages, load_fallb
 from tritonllm.models.fallback_decoder import FallbackSpec, TransformersDecoder
 from tritonllm.models.fallback_weights import LiveWriter
 from tritonllm.models.families import is_supported, spec_from_config
+from tritonllm.models.formats.registry import stored_format
 from tritonllm.models.interface import CausalLM
 from tritonllm.models.local_spec import check, check_context
-from tritonllm.models.quantization import check_quantization, quantize_layers
+from tritonllm.models.quantization import check_quantization, narrowing, quantize_layers, settle
 from tritonllm.models.spec import ModelSpec
 from tritonllm.models.stages import Stage, stages_of
 from tritonllm.models.weights import WeightWriter, dummy_weights, load_weights, parameter_shapes
@@ -177,7 +180,8 @@ def load_model(
     """
     begin = time.monotonic()
     check_shared(spec, exchange.size)
-    check_quantization(spec, quantization, device)
+    stored = None if load_format == "dummy" else stored_format(folder)
+    check_quantization(spec, quantization, device, stored)
     if isinstance(spec, FallbackSpec):
         logger.info("%s has no family here: the fallback decoder runs it through transformers", spec.architecture)
         return load_fallback(
@@ -198,12 +202,18 @@ def load_model(
         logger.info("%s: its text model alone (%s), without images or sound", spec.text_of, spec.architecture)
     sizes: dict[str, Any] = {"dtype": dtype, "device": device, "max_model_len": max_model_len}
     how: dict[str, Any] = {"batch_invariant": batch_invariant, "counts_experts": counts_experts}
-    model = Decoder(spec, **sizes, group=group, context=context, stage=stage, exchange=exchange, **how)
+    # a GPU has room for narrow weights, not for 16 bits of all; CPUs and invariant products compute with these
+    narrow = device.type != "cpu" and not batch_invariant and (quantization or stored) is not None
+    with deferred() if narrow and load_format != "dummy" else nullcontext():
+        model = Decoder(spec, **sizes, group=group, context=context, stage=stage, exchange=exchange, **how)
     if load_format == "dummy":
         dummy_weights(model, seed)
     else:
-        load_weights(model, folder, load_format=load_format, allow_nan=allow_nan)
-    if quantization is not None:
+        then = narrowing(model, quantization) if narrow and quantization is not None else None
+        load_weights(model, folder, load_format=load_format, allow_nan=allow_nan, device=device, then=then)
+    if quantization is not None and narrow and load_format != "dummy":
+        settle(model, quantization)
+    elif quantization is not None:
         quantize_layers(model, quantization)
     if device.type == "cpu" and spec.hidden_size >= PACKED_FROM:
         pack_weights(model)

@@ -10,9 +10,9 @@ import torch
 from tritonllm.kernels import quantize_weight
 from tritonllm.kernels.dense.narrow import unit_of
 from tritonllm.kernels.dense.weight import INT4, NARROW, Groups, Weight
-from tritonllm.layers.linear import Linear
-from tritonllm.layers.moe import MoE
+from tritonllm.layers.parameters import HoldsWeights
 from tritonllm.models.decoder import Decoder
+from tritonllm.models.deferred_weights import Then, products_of_layers
 from tritonllm.models.fallback_decoder import FallbackSpec
 from tritonllm.models.shards import Split, splits
 from tritonllm.models.spec import ModelSpec
@@ -20,8 +20,13 @@ from tritonllm.models.spec import ModelSpec
 GROUPS = {INT4: Groups(1, 128)}  # of the formats in which a row is not one group
 
 
-def check_quantization(spec: ModelSpec | FallbackSpec, quantization: str | None, device: torch.device) -> None:
+def check_quantization(
+    spec: ModelSpec | FallbackSpec, quantization: str | None, device: torch.device, stored: str | None = None
+) -> None:
     """Check that the weights of a model can be made narrow.
+
+    Args:
+        stored: the narrow format of the checkpoint, if it has one.
 
     Raises:
         ValueError: they cannot; the message says why.
@@ -29,6 +34,8 @@ def check_quantization(spec: ModelSpec | FallbackSpec, quantization: str | None,
     if quantization is None:
         return
     what = f"quantization={quantization!r}"
+    if stored is not None:
+        raise ValueError(f"{what}: the checkpoint's weights are narrow already ({stored}): leave it out")
     if not isinstance(spec, ModelSpec):
         raise ValueError(f"{what}: {spec.architecture} runs through transformers, with 16-bit weights: leave it out")
     if quantization == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
@@ -42,22 +49,32 @@ def quantize_layers(model: Decoder, quantization: str) -> None:
     Raises:
         ValueError: a rank's part of a row is not in whole groups.
     """
-    cut = splits(model.whole) if model.group.size > 1 else {}
-    routers = {id(module.router) for module in model.modules() if isinstance(module, MoE)}
-    for path, module in model.layers.named_modules():
-        if isinstance(module, MoE):
-            names: tuple[str, ...] = ("gate_up", "down")
-        elif isinstance(module, Linear) and id(module) not in routers and module.weight.shape[0] > 1:
-            names = ("weight",)
-        else:
-            continue
-        for name in names:
-            where = cut.get(model.stage.whole_name(f"layers.{path}.{name}"))
-            by_columns = isinstance(where, Split) and where.axis == getattr(module, name).dim() - 1
-            narrow = _narrow(f"layers.{path}.{name}", getattr(module, name), quantization, model, by_columns)
-            module.hold(name, narrow)
+    narrow = narrowing(model, quantization)
+    for name, module, attribute in list(products_of_layers(model)):
+        narrow(model.stage.whole_name(name), module, attribute)
+    settle(model, quantization)
+
+
+def settle(model: Decoder, quantization: str) -> None:
+    """The weights are narrow."""
     model.quantization = quantization
     model.fuse_anew()
+
+
+def narrowing(model: Decoder, quantization: str) -> Then:
+    """What makes a parameter narrow, given its name in the whole model, its module, and its name there; those that are
+    not of layers' products stay as they are. It raises as :func:`quantize_layers`."""
+    cut = splits(model.whole) if model.group.size > 1 else {}
+    some = {model.stage.whole_name(name) for name, _, _ in products_of_layers(model)}
+
+    def narrow(parameter: str, module: HoldsWeights, name: str) -> None:
+        if parameter not in some:
+            return
+        weight, where = getattr(module, name), cut.get(parameter)
+        by_columns = isinstance(where, Split) and where.axis == weight.dim() - 1
+        module.hold(name, _narrow(parameter, weight, quantization, model, by_columns))
+
+    return narrow
 
 
 def _narrow(name: str, weight: torch.Tensor, quantization: str, model: Decoder, by_columns: bool) -> Weight:

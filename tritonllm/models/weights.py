@@ -24,9 +24,11 @@ from tqdm import tqdm
 from tritonllm.dist.group import Group
 from tritonllm.layers.norm import Norm
 from tritonllm.models.decoder import Decoder
+from tritonllm.models.deferred_weights import DeferredWeights, Then
 from tritonllm.models.families import is_extra, weight_map
 from tritonllm.models.finite import not_finite, refuse
 from tritonllm.models.formats.joining import join
+from tritonllm.models.formats.keeping import Arrival
 from tritonllm.models.formats.narrow_tensor import NarrowTensor
 from tritonllm.models.formats.registry import format_in
 from tritonllm.models.shards import Cut, Once, Split, cuts, expert_splits, keep_part, local_shape, splits
@@ -64,7 +66,14 @@ def hf_tensors(model: Decoder) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def load_weights(
-    model: Decoder, folder: Path, *, load_format: str = "auto", allow_nan: bool = False, progress: bool | None = None
+    model: Decoder,
+    folder: Path,
+    *,
+    load_format: str = "auto",
+    allow_nan: bool = False,
+    progress: bool | None = None,
+    device: torch.device | None = None,
+    then: Then | None = None,
 ) -> None:
     """Fill ``model`` from the files of ``folder``, converting to the model's dtype.
 
@@ -76,6 +85,8 @@ def load_weights(
             them that is there.
         allow_nan: take NaN and infinite values, too.
         progress: show a bar; ``None`` shows it if the standard error is a terminal.
+        device: where weights go that were :func:`~tritonllm.layers.parameters.deferred`: narrow ones are kept so.
+        then: as in :class:`~tritonllm.models.deferred_weights.DeferredWeights`.
 
     Raises:
         ValueError: no files; a file absent, truncated or corrupt; a tensor missing, left over, there twice, of a wrong
@@ -87,6 +98,7 @@ def load_weights(
     stored = join(stored_tensors(folder, load_format), format_in(folder))
     plan = _plan(model, stored, f"{folder}: ")
     _check_twins(plan.twins, lambda name: _digest_in_file(name, stored[name]))
+    later = DeferredWeights(model, device or torch.device("cpu"), plan.cuts, then)
     parameters = _parameters(model)
     total = sum(plan.share_of(name) * stored[name].num_bytes for name in plan.slots)
     off = None if progress is None else not progress
@@ -96,8 +108,12 @@ def load_weights(
             assert path is not None
             with open_tensors(path) as file:
                 for name in names:
-                    _load(file, name, stored[name], plan.cuts[name], parameters)
+                    _load(file, name, stored[name], plan.cuts[name], parameters, later)
                     bar.update(plan.share_of(name) * stored[name].num_bytes)
+    if later.finish():
+        model.quantization = " and ".join(sorted(later.kept)) or None
+        model.fuse_anew()
+    parameters = _parameters(model)
     plan.clear_others(parameters)
     if not allow_nan and (bad := not_finite(parameters)):
         places = [(name, cut.slot) for name, parts in plan.cuts.items() for cut in parts]
@@ -412,19 +428,28 @@ def _digest(tensor: torch.Tensor) -> bytes:
 
 
 def _load(
-    file: TensorFile, name: str, stored: Stored, parts: list[Cut], parameters: Mapping[str, torch.Tensor]
+    file: TensorFile,
+    name: str,
+    stored: Stored,
+    parts: list[Cut],
+    parameters: Mapping[str, torch.Tensor],
+    later: DeferredWeights,
 ) -> None:
     """Copy the parts of one tensor. Its name ends here: it would hold the file's memory when the next one is opened."""
     for cut in parts:
-        parameter = parameters[cut.slot.parameter]
-        if isinstance(stored, NarrowTensor):
-            _load_narrow(file, stored, cut, parameter)
+        place = cut.slot.parameter
+        if isinstance(stored, NarrowTensor) and place in later:
+            later.take(place, _arrivals(file, stored, cut, later.device))
+        elif isinstance(stored, NarrowTensor):
+            for arrival in _arrivals(file, stored, cut, parameters[place].device):
+                arrival.write(parameters[place])
         else:
-            cut.slot.write(parameter, read(file, name, cut.part))
+            cut.slot.write(later.plain(place) if place in later else parameters[place], read(file, name, cut.part))
+        later.count(place)
 
 
-def _load_narrow(file: TensorFile, stored: NarrowTensor, cut: Cut, parameter: torch.Tensor) -> None:
-    """Widen a cut of a narrow weight into its parameter, one expert at a time."""
+def _arrivals(file: TensorFile, stored: NarrowTensor, cut: Cut, device: torch.device) -> Iterator[Arrival]:
+    """A cut of a narrow weight on a device, one expert after the other."""
     matrices: list[tuple[int | None, Cut]] = [(None, cut)]
     if len(stored.shape) > 2:
         experts, part = range(stored.shape[0]), cut.part
@@ -436,5 +461,4 @@ def _load_narrow(file: TensorFile, stored: NarrowTensor, cut: Cut, parameter: to
         ]
         matrices = [(expert, Cut(slot, of_one)) for expert, slot in zip(experts, slots, strict=True)]
     for expert, one in matrices:
-        wide = stored.piece(file, expert, one.part, parameter.device).widen(parameter.dtype)
-        one.slot.write(parameter, wide.mT if stored.turned else wide)
+        yield Arrival(one.slot, stored.piece(file, expert, one.part, device), stored.turned)

@@ -58,6 +58,15 @@ def format_in(folder: Path) -> CheckpointFormat:
     return Mxfp4() if quantization is None else format_of(quantization)
 
 
+def stored_format(folder: Path) -> str | None:
+    """What the checkpoint in a folder calls its narrow format; ``None`` where it says nothing."""
+    file = folder / "config.json"
+    quantization = quantization_of(read_json(file)) if file.exists() else None
+    if quantization is not None:
+        return str(quantization.get("quant_method"))
+    return "modelopt" if (folder / MODELOPT_FILE).exists() else None
+
+
 def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The ``quantization_config`` of a model, or of the text model in it; ``None`` if there is none."""
     parts = [config, *(config.get(name) for name in ("text_config", "llm_config"))]

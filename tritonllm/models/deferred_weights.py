@@ -1,0 +1,117 @@
+"""Weights of products that get their memory when their tensors arrive: a model that is kept narrow never takes room for
+16 bits of all.
+
+Inside :func:`~tritonllm.layers.parameters.deferred` a model is built without these parameters. The loader hands over
+what it reads; when a parameter's last tensor has come, it is kept narrow as the checkpoint has it
+(:mod:`tritonllm.models.formats.keeping`), widened where that cannot be, or made narrow (``quantization``).
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import torch
+
+from tritonllm.kernels import widen_weight
+from tritonllm.kernels.dense.weight import NARROW
+from tritonllm.layers.linear import Linear
+from tritonllm.layers.moe import MoE
+from tritonllm.layers.parameters import HoldsWeights
+from tritonllm.models.decoder import Decoder
+from tritonllm.models.formats.keeping import Arrival, assemble
+from tritonllm.models.shards import Cut
+
+Then = Callable[[str, HoldsWeights, str], None]
+
+
+def products_of_layers(model: Decoder) -> Iterator[tuple[str, HoldsWeights, str]]:
+    """The weights that can be narrow: those of the layers' products and experts, but for routers and gates of one row;
+    each parameter's name in the model, its module, and its name there."""
+    routers = {id(module.router) for module in model.modules() if isinstance(module, MoE)}
+    for path, module in model.layers.named_modules(prefix="layers"):
+        if isinstance(module, MoE):
+            yield from ((f"{path}.{name}", module, name) for name in ("gate_up", "down"))
+        elif isinstance(module, Linear) and id(module) not in routers and module.weight.shape[0] > 1:
+            yield f"{path}.weight", module, "weight"
+
+
+class DeferredWeights:
+    """The parameters of a model that have no memory yet.
+
+    Args:
+        model: the model, built on ``device`` inside :func:`~tritonllm.layers.parameters.deferred`.
+        device: where its weights go.
+        cuts: what this rank reads of each tensor.
+        then: what is done with a parameter that is complete and plain: its full name, its module, and its name there.
+
+    Attributes:
+        kept: the narrow formats of what is kept.
+    """
+
+    def __init__(
+        self, model: Decoder, device: torch.device, cuts: Mapping[str, list[Cut]], then: Then | None = None
+    ) -> None:
+        self._model, self.device, self._then = model, device, then
+        self._places: dict[str, tuple[HoldsWeights, str]] = {}
+        for path, module in model.named_modules():
+            if isinstance(module, HoldsWeights):
+                for name, parameter in module.named_parameters(recurse=False):
+                    if parameter.is_meta:
+                        self._places[model.stage.whole_name(f"{path}.{name}")] = module, name
+        self._narrow = {model.stage.whole_name(name) for name, _, _ in products_of_layers(model)}
+        self._left = Counter(cut.slot.parameter for parts in cuts.values() for cut in parts)
+        self._arrived: dict[str, list[Arrival]] = {}
+        self.kept: set[str] = set()
+
+    def __contains__(self, parameter: str) -> bool:
+        return parameter in self._places
+
+    def plain(self, parameter: str) -> torch.Tensor:
+        """The parameter, to write 16 bits into."""
+        module, name = self._places[parameter]
+        if getattr(module, name).is_meta:
+            module.hold(name, torch.empty_like(getattr(module, name), device=self.device))
+        whole: torch.Tensor = getattr(module, name)
+        return whole
+
+    def take(self, parameter: str, arrivals: Iterable[Arrival]) -> None:
+        """Keep narrow matrices until the parameter is complete."""
+        self._arrived.setdefault(parameter, []).extend(arrivals)
+
+    def count(self, parameter: str) -> None:
+        """One of the parameter's tensors has come."""
+        self._left[parameter] -= 1
+        if self._left[parameter] or parameter not in self._places:
+            return
+        module, name = self._places[parameter]
+        arrivals = self._arrived.pop(parameter, [])
+        empty = getattr(module, name)
+        if arrivals and empty.is_meta and parameter in self._narrow:
+            weight = assemble(tuple(empty.shape), arrivals)
+            if weight is not None:
+                module.hold(name, weight)
+                self.kept.add(weight.format)
+                return
+        for arrival in arrivals:
+            arrival.write(self.plain(parameter))
+        if self._then is not None:
+            self._then(parameter, module, name)
+
+    def finish(self) -> bool:
+        """All tensors have come: parameters without any get their memory, and experts whose two products would differ
+        in their formats are widened. Returns whether anything was deferred."""
+        for parameter, (module, name) in self._places.items():
+            if getattr(module, name).is_meta:
+                self.plain(parameter)
+        for experts in self._model.modules():
+            if isinstance(experts, MoE):
+                up, down = experts.held("gate_up"), experts.held("down")
+                if (up.format, up.groups) != (down.format, down.groups):
+                    _widen(experts, ("gate_up", "down"))
+        return bool(self._places)
+
+
+def _widen(module: MoE, names: Iterable[str]) -> None:
+    for name in names:
+        of = module.held(name)
+        if of.format in NARROW:
+            module.hold(name, torch.stack([widen_weight(one, module.dtype) for one in of.each()]))

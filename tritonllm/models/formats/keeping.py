@@ -1,0 +1,145 @@
+"""Pieces of narrow weights put together as products read them, without being widened.
+
+Nothing is rounded: a weight is kept where float8, int8 or four bits with scales and zero points of groups of columns
+hold what the checkpoint says, and the kernels' formats have room for it. The loader widens what they do not hold:
+numbers that stand for others (4-bit floats), columns in another order, groups that a rank's part cuts through, or parts
+of a parameter that differ in these.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from tritonllm.kernels.dense.narrow import pack_nibbles, unit_of
+from tritonllm.kernels.dense.weight import FP8, INT4, INT8, NARROW, Groups, Weight
+from tritonllm.models.formats.piece import NarrowPiece
+from tritonllm.models.slots import Slot
+
+_LEAST = {FP8: 16, INT8: 16, INT4: 32}  # columns of a group
+_MOST = 4096
+_FP8_NAN = 0x7F
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A matrix of a checkpoint, or a rank's part of it, and where it goes.
+
+    Attributes:
+        slot: its place in the parameter.
+        piece: what it is.
+        turned: the checkpoint has rows and columns the other way round than the piece.
+    """
+
+    slot: Slot
+    piece: NarrowPiece
+    turned: bool = False
+
+    def write(self, parameter: torch.Tensor) -> None:
+        """Widen it into a plain parameter."""
+        wide = self.piece.widen(parameter.dtype)
+        self.slot.write(parameter, wide.mT if self.turned else wide)
+
+    def rows(self, k: int) -> torch.Tensor | None:
+        """The rows of the parameter that the rows of the piece are, all of whose ``k`` columns it has; ``None`` if
+        it has not, or if values are changed on the way."""
+        slot, (count, columns) = self.slot, self.piece.numbers.shape
+        if slot.transposed != self.turned or slot.axis or columns != k or slot.minus or slot.flat_experts:
+            return None
+        device = self.piece.numbers.device
+        if slot.order is None:
+            return torch.arange(slot.start, slot.start + count, device=device)
+        blocks = torch.tensor(slot.order, device=device)[:, None] * (count // len(slot.order))
+        return (slot.start + blocks + torch.arange(count // len(slot.order), device=device)).flatten()
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """The integers of a piece from 0 to 15, or as int8; ``None`` where these do not hold them."""
+
+    nibbles: torch.Tensor | None
+    zeros: torch.Tensor | None  # of nibbles, one for each group
+    bytes: torch.Tensor | None
+
+
+def assemble(shape: tuple[int, ...], arrivals: Iterable[Arrival]) -> Weight | None:
+    """The weight ``shape`` (``[N, K]``, or of experts ``[E, N, K]``) that these fill, on their device; ``None`` if no
+    narrow format holds it."""
+    arrivals = list(arrivals)
+    (*experts, n, k), pieces = shape, [arrival.piece for arrival in arrivals]
+    rows = [arrival.rows(k) for arrival in arrivals]
+    across = {piece.groups.columns for piece in pieces}
+    if not pieces or any(r is None for r in rows) or len(across) > 1:
+        return None
+    if any(piece.values is not None or piece.column_groups is not None for piece in pieces):
+        return None
+    groups = Groups(1, across.pop())
+    found = _format(pieces, groups, k)
+    if found is None:
+        return None
+    format, numbers = found
+    device = pieces[0].numbers.device
+    wanted = torch.uint8 if format == INT4 else NARROW[format]
+    columns = k // 2 if format == INT4 else k
+    data = torch.empty(*experts, n, columns, dtype=wanted, device=device)
+    scales = torch.empty(*experts, *groups.shape(n, k), device=device)
+    zeros = torch.empty(scales.shape, dtype=torch.uint8, device=device) if format == INT4 else None
+    for arrival, own, part in zip(arrivals, rows, numbers, strict=True):
+        assert own is not None
+        piece, at = arrival.piece, (own,) if arrival.slot.expert is None else (arrival.slot.expert, own)
+        each = torch.arange(len(own), device=device) // piece.groups.rows
+        scales[at] = piece.scales[each]
+        if format == FP8:
+            data.view(torch.uint8)[at] = piece.numbers.view(torch.uint8)
+        elif format == INT8:
+            assert part.bytes is not None
+            data[at] = part.bytes
+        else:
+            assert part.nibbles is not None and part.zeros is not None and zeros is not None
+            data[at] = pack_nibbles(part.nibbles, groups)
+            zeros[at] = part.zeros.to(torch.uint8)[each]
+    if zeros is not None and bool((zeros == 8).all()):
+        zeros = None
+    return Weight(data, scales, format, groups, zeros)
+
+
+def _format(pieces: list[NarrowPiece], groups: Groups, k: int) -> tuple[str, list[_Numbers]] | None:
+    """The format that holds all pieces, and the integers of each."""
+    kinds = {piece.numbers.dtype for piece in pieces}
+    if kinds == {torch.float8_e4m3fn}:
+        nan = any(bool(((piece.numbers.view(torch.uint8) & _FP8_NAN) == _FP8_NAN).any()) for piece in pieces)
+        plain = all(piece.zeros is None for piece in pieces) and not nan
+        return (FP8, [_Numbers(None, None, None)] * len(pieces)) if plain and _fits(FP8, groups, k) else None
+    if torch.float8_e4m3fn in kinds:
+        return None
+    numbers = [_numbers(piece) for piece in pieces]
+    if _fits(INT4, groups, k) and all(each.nibbles is not None for each in numbers):
+        return INT4, numbers
+    if _fits(INT8, groups, k) and all(each.bytes is not None for each in numbers):
+        return INT8, numbers
+    return None
+
+
+def _fits(format: str, groups: Groups, k: int) -> bool:
+    columns = groups.columns
+    if columns and (columns & (columns - 1) or not _LEAST[format] <= columns <= _MOST):
+        return False
+    return format != INT4 or k % unit_of(groups) == 0
+
+
+def _numbers(piece: NarrowPiece) -> _Numbers:
+    up = 8 if piece.numbers.dtype == torch.int8 else 0
+    zeros = torch.zeros(piece.scales.shape, dtype=torch.int32, device=piece.scales.device)
+    zeros = zeros if piece.zeros is None else piece.zeros
+    low, high = (int(bound) + up for bound in torch.aminmax(piece.numbers))
+    least, most = (int(bound) + up for bound in torch.aminmax(zeros))
+    nibbles = bytes = None
+    if low >= 0 and high <= 15 and least >= 0 and most <= 16:
+        nibbles = (piece.numbers.short() + up).to(torch.uint8)
+    if low - most >= -128 and high - least <= 127:
+        each = torch.arange(len(piece.numbers), device=zeros.device) // piece.groups.rows
+        spread = zeros[each]
+        if piece.groups.columns:
+            spread = spread.repeat_interleave(piece.groups.columns, 1)[:, : piece.numbers.shape[1]]
+        bytes = (piece.numbers.short() - spread.short()).to(torch.int8)
+    return _Numbers(nibbles, zeros + up, bytes)
