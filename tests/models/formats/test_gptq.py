@@ -65,7 +65,7 @@ def test_weights(tmp_path, bits, group, sym, order, minus):
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "phi3"])
 def test_other_families(tmp_path, family):
-    """A module is ``[N, K]`` even where 16-bit weights have it turned; with biases, rows in another order, fused ones."""
+    """A module is ``[N, K]`` even where 16-bit weights have it turned; with biases, in another order, fused."""
     ends = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight", "query_key_value.weight", ".dense.weight")
     where = lambda name: name.endswith((*ends, "_proj.weight", "h_to_4h.weight", "4h_to_h.weight"))  # noqa: E731
 
