@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from support.tiny_models import tiny_config, write_checkpoint
 from tritonllm.dist.group import Group
+from tritonllm.kernels import widen_weight
+from tritonllm.layers.parameters import HoldsWeights, deferred
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.families import spec_from_config
 from tritonllm.models.local_spec import by_expert
@@ -126,8 +128,38 @@ def decoders(folder: Path, dtype: torch.dtype = torch.float32, *, ranks: bool = 
     return found
 
 
+def kept(folder: Path, dtype: torch.dtype = torch.float32, **how: Any) -> Decoder:
+    """The model in a folder with its weights as narrow as they are kept on a GPU."""
+    with deferred():
+        spec = spec_from_config(config_of(folder))
+        model = Decoder(spec, dtype=dtype, device=torch.device("cpu"), max_model_len=16, **how)
+    load_weights(model, folder, device=torch.device("cpu"))
+    return model
+
+
+def widened(model: Decoder) -> Tensors:
+    """The model's tensors, narrow ones widened."""
+    found = model.state_dict()
+    for path, module in model.named_modules():
+        if isinstance(module, HoldsWeights):
+            for name in module.held_names:
+                of, stem = module.held(name), f"{path}.{name}"
+                wide = [widen_weight(one, model.dtype) for one in (of.each() if of.data.dim() == 3 else [of])]
+                found[stem] = torch.stack(wide) if of.data.dim() == 3 else wide[0]
+                found.pop(f"{stem}_scales", None), found.pop(f"{stem}_zeros", None)
+    return found
+
+
 def check_pair(pair: Pair, dtype: torch.dtype = torch.float32, *, ranks: bool = True) -> None:
-    """Every parameter of both checkpoints is equal bit for bit."""
+    """Every parameter of both checkpoints is equal bit for bit, kept narrow or not."""
+    for how in ({}, {"group": Group(1, 2)}) if ranks else ({},):
+        spec = spec_from_config(config_of(pair.wide))
+        want = Decoder(spec, dtype=dtype, device=torch.device("cpu"), max_model_len=16, **how)
+        load_weights(want, pair.wide)
+        got = widened(kept(pair.narrow, dtype, **how))
+        assert got.keys() == want.state_dict().keys()
+        for name, tensor in want.state_dict().items():
+            assert torch.equal(got[name], tensor), name
     both = zip(decoders(pair.narrow, dtype, ranks=ranks), decoders(pair.wide, dtype, ranks=ranks), strict=True)
     for got, want in both:
         expected = want.state_dict()
@@ -155,3 +187,47 @@ def of_blocks(scales: torch.Tensor, shape: tuple[int, ...], block: tuple[int, in
     """The scale of each element of ``[..., N, K]``."""
     *_, n, k = shape
     return scales[..., torch.arange(n)[:, None] // block[0], torch.arange(k)[None, :] // block[1]]
+
+
+def stream(numbers: torch.Tensor, bits: int) -> torch.Tensor:
+    """Unsigned numbers ``[A, B]`` into words ``[A * bits / 32, B]``: bit i of a column is bit i % 32 of word i / 32."""
+    places = torch.arange(bits)
+    flat = (numbers[:, None, :] >> places[:, None] & 1).flatten(0, 1)  # the lowest bit of a number first
+    words = (flat.unflatten(0, (-1, 32)).long() << torch.arange(32)[:, None]).sum(1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
+
+
+def gptq(
+    shape: tuple[int, ...],
+    generator: torch.Generator,
+    *,
+    bits: int = 4,
+    group: int = 32,
+    sym: bool = False,
+    order: str = "in order",
+    minus: int = 1,
+) -> tuple[Tensors, torch.Tensor]:
+    """A weight as GPTQ stores it.
+
+    Args:
+        group: how many columns share a scale; -1 for all.
+        order: ``in order``, ``act-order``, or ``left out``: in order, and the file does not say so.
+        minus: zero points are stored minus this.
+    """
+    (n, k), top = shape, (1 << bits) - 1
+    groups = -(-k // group) if group > 0 else 1
+    numbers = integers(0, top, (k, n), generator)
+    zeros = torch.full((groups, n), 1 << bits - 1) if sym else integers(minus, top + minus, (groups, n), generator)
+    scales = positive((groups, n), generator, torch.float16)
+    column = torch.arange(k) // group if group > 0 else torch.zeros(k, dtype=torch.int64)
+    if order == "act-order":
+        column = column[torch.randperm(k, generator=generator)]
+    parts = {
+        ".qweight": stream(numbers, bits),
+        ".qzeros": stream((zeros - minus).mT, bits).mT,
+        ".scales": scales,
+        ".g_idx": column.int(),
+    }
+    if order == "left out":
+        del parts[".g_idx"]
+    return parts, ((numbers - zeros[column]).float() * scales.float()[column]).mT.contiguous()

@@ -59,6 +59,11 @@ class HoldsWeights(nn.Module):
                 self.register_parameter(part, parameter)
         self._formats[name] = of.format, of.groups
 
+    @property
+    def held_names(self) -> tuple[str, ...]:
+        """The names of its weights."""
+        return tuple(self._formats)
+
     def held(self, name: str) -> Weight:
         """The weight as products take it."""
         format, groups = self._formats[name]
