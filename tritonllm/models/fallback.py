@@ -27,6 +27,7 @@ from tritonllm.models.fallback_files import check_files, check_tied
 from tritonllm.models.fallback_shards import sharing_of
 from tritonllm.models.fallback_stages import stages_in
 from tritonllm.models.finite import not_finite, refuse
+from tritonllm.models.formats.registry import quantization_of
 from tritonllm.models.stages import Stage
 
 CPU = torch.device("cpu")
@@ -118,7 +119,7 @@ def _read_config(folder: Path, raw: dict[str, Any], trust_remote_code: bool) -> 
 
 
 def _check_kind(name: str, raw: dict[str, Any], config: Any) -> None:
-    if raw.get("quantization_config") is not None:
+    if quantization_of(raw) is not None:
         raise refused(name, "the checkpoint is quantized")
     if config.is_encoder_decoder:
         raise refused(name, "it is an encoder-decoder model; only decoder-only models are supported")

@@ -45,7 +45,13 @@ def eight_bits(shape, generator):
 
 
 @pytest.mark.parametrize(
-    ("run", "nested", "kind"), [(64, 0, "nf4"), (16, 32, "nf4"), (32, 0, "fp4"), (48, 8, "nf4"), (128, 0, "nf4")]
+    ("run", "nested", "kind"),
+    [
+        (16, 32, "nf4"),
+        (48, 8, "fp4"),
+        pytest.param(64, 0, "nf4", marks=pytest.mark.long),
+        pytest.param(128, 0, "nf4", marks=pytest.mark.long),
+    ],
 )
 def test_four_bits(tmp_path, run, nested, kind):
     """Runs that end with rows, and runs that go on in the next row."""

@@ -92,12 +92,12 @@ def floats4(shape, generator, *, kind):
 @pytest.mark.parametrize(
     ("kind", "strategy", "symmetric"),
     [
-        ("float", "tensor", True),
+        pytest.param("float", "tensor", True, marks=pytest.mark.long),
         ("float", "channel", True),
         ("float", "block", True),
-        ("int", "channel", True),
+        pytest.param("int", "channel", True, marks=pytest.mark.long),
         ("int", "channel", False),
-        ("int", "tensor", False),
+        pytest.param("int", "tensor", False, marks=pytest.mark.long),
         ("int", "group", False),
     ],
 )
@@ -116,12 +116,12 @@ def test_elements(tmp_path, kind, strategy, symmetric):
 @pytest.mark.parametrize(
     ("bits", "group", "symmetric", "order"),
     [
-        (4, 32, True, None),
+        pytest.param(4, 32, True, None, marks=pytest.mark.long),
         (4, 16, False, "group"),
-        (4, 0, False, None),
+        pytest.param(4, 0, False, None, marks=pytest.mark.long),
         (8, 0, True, None),
         (8, 16, False, "none"),
-        (2, 32, False, None),
+        pytest.param(2, 32, False, None, marks=pytest.mark.long),
     ],
 )
 def test_packed(tmp_path, bits, group, symmetric, order):

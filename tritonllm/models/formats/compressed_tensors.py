@@ -143,7 +143,7 @@ def _weight(
         packed = packing is not ELEMENTS and headers.stored[zeros].dtype == "I32"
         down, across = groups.shape(n, k)
         zero_shape = (-(-down // packing.unit), across) if packed else parts["scales"][1].shape
-        parts["zeros"] = headers.part(name, NAME, zeros, ["I32" if packed else "I8"], [zero_shape])
+        parts["zeros"] = headers.part(name, NAME, zeros, ["I32"] if packed else ["I8", "F8_E4M3"], [zero_shape])
         zero_bits = rule.bits if packed else 0
     if order in headers.stored:
         parts["order"] = headers.order(name, NAME, order, k, groups.shape(n, k)[1])

@@ -6,7 +6,9 @@ import torch
 
 from tritonllm.kernels.dense.weight import Groups
 
-_PIECE = 1 << 22  # elements widened at a time: each needs some 16 bytes beside the result
+# Elements widened at a time, each with some 16 bytes beside the result: on the CPU those of a cache.
+_PIECE = {"cpu": 1 << 16}
+_PIECE_ELSEWHERE = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class NarrowPiece:
         """The elements ``[R, C]``, on the piece's device: computed in float32 and rounded once to ``dtype``."""
         out = torch.empty(self.numbers.shape, dtype=dtype, device=self.numbers.device)
         rows, columns = self.numbers.shape
-        step = max(1, _PIECE // max(1, columns))
+        step = max(1, _PIECE.get(out.device.type, _PIECE_ELSEWHERE) // max(1, columns))
         for begin in range(0, rows, step):
             some = range(begin, min(begin + step, rows))
             out[some.start : some.stop] = self._widened(some)
@@ -42,19 +44,30 @@ class NarrowPiece:
 
     def _widened(self, rows: range) -> torch.Tensor:
         numbers = self.numbers[rows.start : rows.stop]
-        wide = numbers.float() if self.values is None else self.values[numbers.int()]
+        if self.values is None:
+            wide = numbers.float()
+        else:  # five times as fast on the CPU as indexing with a matrix
+            wide = self.values.index_select(0, numbers.flatten().int()).view(numbers.shape)
+        groups = self.groups.columns
+        whole = groups and numbers.shape[1] % groups == 0  # groups as a dimension: nothing is repeated in memory
+        shaped = wide.unflatten(1, (-1, groups)) if whole else wide
         if self.zeros is not None:
-            wide -= self._of_each(self.zeros, rows)
-        wide *= self._of_each(self.scales, rows)
+            shaped -= self._of_each(self.zeros, rows)
+        shaped *= self._of_each(self.scales, rows)
         return wide
 
     def _of_each(self, by_group: torch.Tensor, rows: range) -> torch.Tensor:
-        """What the elements of some rows have of ``[r, c]``: ``[R, C]`` or ``[R, 1]``."""
-        device, columns = by_group.device, self.numbers.shape[1]
-        mine = by_group[torch.arange(rows.start, rows.stop, device=device) // self.groups.rows]
+        """What the elements of some rows have of ``[r, c]``: ``[R, C]``, ``[R, 1]``, or ``[R, c, 1]``."""
+        groups, columns = self.groups.columns, self.numbers.shape[1]
+        if self.groups.rows == 1:
+            mine = by_group[rows.start : rows.stop]
+        else:
+            mine = by_group[torch.arange(rows.start, rows.stop, device=by_group.device) // self.groups.rows]
         if self.column_groups is not None:
             return mine[:, self.column_groups]
-        return mine if self.groups.columns == 0 else mine.repeat_interleave(self.groups.columns, 1)[:, :columns]
+        if groups == 0:
+            return mine
+        return mine.unsqueeze(2) if columns % groups == 0 else mine.repeat_interleave(groups, 1)[:, :columns]
 
 
 def cut_out(

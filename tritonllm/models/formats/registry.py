@@ -15,6 +15,7 @@ from tritonllm.models.formats.modelopt import modelopt
 from tritonllm.models.formats.mxfp4 import Mxfp4, mxfp4
 
 FIELD = "quantization_config"
+OLD_FIELD = "compression_config"  # what first checkpoints of compressed-tensors call it
 MODELOPT_FILE = "hf_quant_config.json"  # where ModelOpt's older checkpoints say it
 METHODS: dict[str, Callable[[Mapping[str, Any]], CheckpointFormat]] = {
     "fp8": fp8,
@@ -39,6 +40,8 @@ def format_of(quantization: Mapping[str, Any]) -> CheckpointFormat:
     if not isinstance(quantization, Mapping):
         raise ValueError(f"config.json: {FIELD} must be an object, got {quantization!r}")
     method = str(quantization.get("quant_method"))
+    if "quant_method" not in quantization and any(quantization.get(f"load_in_{bits}bit") for bits in (4, 8)):
+        method = "bitsandbytes"  # its first checkpoints do not name it
     if method not in METHODS:
         raise ValueError(
             f"config.json: {FIELD} with quant_method={method!r} is not supported; supported: {', '.join(METHODS)}"
@@ -72,4 +75,5 @@ def stored_format(folder: Path) -> str | None:
 def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The ``quantization_config`` of a model, or of the text model in it; ``None`` if there is none."""
     parts = [config, *(config.get(name) for name in ("text_config", "llm_config"))]
-    return next((part[FIELD] for part in parts if isinstance(part, Mapping) and part.get(FIELD) is not None), None)
+    found = [part.get(field) for part in parts if isinstance(part, Mapping) for field in (FIELD, OLD_FIELD)]
+    return next((quantization for quantization in found if quantization is not None), None)
