@@ -14,7 +14,7 @@ BASES = (ROOT, ROOT / "tritonllm", ROOT / "tritonllm" / "kernels")  # what paths
 FILE = re.compile(r"[\w.-]+(/[\w.-]+)*(/|\.(py|md|toml|json|svg|yml|sh))")  # a folder ends with a slash
 # Names of files that a checkpoint has or that a command writes, and folders of the user.
 ELSEWHERE = re.compile(
-    r"(generation_|1_Pooling/)?config\.json|modules\.json|\./.*|bench/results/(engine|attention)\.json|engine(-h200)?\.json|.*\*.*"
+    r"(generation_|hf_quant_|1_Pooling/)?config\.json|modules\.json|\./.*|bench/results/(engine|attention)\.json|engine(-h200)?\.json|.*\*.*"
 )
 
 

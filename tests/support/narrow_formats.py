@@ -155,3 +155,47 @@ def of_blocks(scales: torch.Tensor, shape: tuple[int, ...], block: tuple[int, in
     """The scale of each element of ``[..., N, K]``."""
     *_, n, k = shape
     return scales[..., torch.arange(n)[:, None] // block[0], torch.arange(k)[None, :] // block[1]]
+
+
+def stream(numbers: torch.Tensor, bits: int) -> torch.Tensor:
+    """Unsigned numbers ``[A, B]`` into words ``[A * bits / 32, B]``: bit i of a column is bit i % 32 of word i / 32."""
+    places = torch.arange(bits)
+    flat = (numbers[:, None, :] >> places[:, None] & 1).flatten(0, 1)  # the lowest bit of a number first
+    words = (flat.unflatten(0, (-1, 32)).long() << torch.arange(32)[:, None]).sum(1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
+
+
+def gptq(
+    shape: tuple[int, ...],
+    generator: torch.Generator,
+    *,
+    bits: int = 4,
+    group: int = 32,
+    sym: bool = False,
+    order: str = "in order",
+    minus: int = 1,
+) -> tuple[Tensors, torch.Tensor]:
+    """A weight as GPTQ stores it.
+
+    Args:
+        group: how many columns share a scale; -1 for all.
+        order: ``in order``, ``act-order``, or ``left out``: in order, and the file does not say so.
+        minus: zero points are stored minus this.
+    """
+    (n, k), top = shape, (1 << bits) - 1
+    groups = -(-k // group) if group > 0 else 1
+    numbers = integers(0, top, (k, n), generator)
+    zeros = torch.full((groups, n), 1 << bits - 1) if sym else integers(minus, top + minus, (groups, n), generator)
+    scales = positive((groups, n), generator, torch.float16)
+    column = torch.arange(k) // group if group > 0 else torch.zeros(k, dtype=torch.int64)
+    if order == "act-order":
+        column = column[torch.randperm(k, generator=generator)]
+    parts = {
+        ".qweight": stream(numbers, bits),
+        ".qzeros": stream((zeros - minus).mT, bits).mT,
+        ".scales": scales,
+        ".g_idx": column.int(),
+    }
+    if order == "left out":
+        del parts[".g_idx"]
+    return parts, ((numbers - zeros[column]).float() * scales.float()[column]).mT.contiguous()

@@ -6,41 +6,13 @@ import shutil
 import pytest
 import torch
 from support.checkpoints import edit, refused
-from support.narrow_formats import check_pair, config_of, integers, positive, write_pair
+from support.narrow_formats import check_pair, config_of, gptq, write_pair
 
 from tritonllm.models.formats.registry import format_of
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 FIELDS = {"num_hidden_layers": 2, "intermediate_size": 96}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
-
-
-def stream(numbers, bits):
-    """Unsigned numbers ``[A, B]`` into words ``[A * bits / 32, B]``: bit i of a column is bit i % 32 of word i / 32."""
-    places = torch.arange(bits)
-    flat = (numbers[:, None, :] >> places[:, None] & 1).flatten(0, 1)  # the lowest bit of a number first
-    words = (flat.unflatten(0, (-1, 32)).long() << torch.arange(32)[:, None]).sum(1)
-    return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
-
-
-def gptq(shape, generator, *, bits=4, group=32, sym=False, order="in order", minus=1):
-    (n, k), top = shape, (1 << bits) - 1
-    groups = -(-k // group) if group > 0 else 1
-    numbers = integers(0, top, (k, n), generator)
-    zeros = torch.full((groups, n), 1 << bits - 1) if sym else integers(minus, top + minus, (groups, n), generator)
-    scales = positive((groups, n), generator, torch.float16)
-    column = torch.arange(k) // group if group > 0 else torch.zeros(k, dtype=torch.int64)
-    if order == "act-order":
-        column = column[torch.randperm(k, generator=generator)]
-    parts = {
-        ".qweight": stream(numbers, bits),
-        ".qzeros": stream((zeros - minus).mT, bits).mT,
-        ".scales": scales,
-        ".g_idx": column.int(),
-    }
-    if order == "left out":
-        del parts[".g_idx"]
-    return parts, ((numbers - zeros[column]).float() * scales.float()[column]).mT.contiguous()
 
 
 @pytest.mark.parametrize(
@@ -65,7 +37,7 @@ def test_weights(tmp_path, bits, group, sym, order, minus):
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "phi3"])
 def test_other_families(tmp_path, family):
-    """A module is ``[N, K]`` even where 16-bit weights have it turned; with biases, rows in another order, fused ones."""
+    """A module is ``[N, K]`` even where 16-bit weights have it turned; with biases, in another order, fused."""
     ends = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight", "query_key_value.weight", ".dense.weight")
     where = lambda name: name.endswith((*ends, "_proj.weight", "h_to_4h.weight", "4h_to_h.weight"))  # noqa: E731
 

@@ -1,9 +1,9 @@
 """GPTQ (Frantar et al., 2022), as AutoGPTQ, GPTQModel and AutoRound store it.
 
 Of a module ``X`` with a weight ``[N, K]``: ``X.qweight`` int32 ``[K * bits / 32, N]``, down each column a stream of
-bits, the lowest of a word first (3 bits: 32 numbers in 3 words); ``X.scales`` ``[groups, N]``; ``X.qzeros`` int32 ``[groups,
-N * bits / 32]``, packed along N, in the format ``gptq`` minus 1, in ``gptq_v2`` as they are; ``X.g_idx`` int32 ``[K]``,
-the group of each column: with ``desc_act``, groups are not in their order.
+bits, the lowest of a word first (3 bits: 32 numbers in 3 words); ``X.scales`` ``[groups, N]``; ``X.qzeros`` int32
+``[groups, N * bits / 32]``, packed along N, in the format ``gptq`` minus 1, in ``gptq_v2`` as they are; ``X.g_idx``
+int32 ``[K]``, the group of each column: with ``desc_act``, groups are not in their order.
 """
 
 import re

@@ -6,6 +6,7 @@ from typing import Any
 
 from tritonllm.models.checkpoint import read_json
 from tritonllm.models.formats.awq import awq
+from tritonllm.models.formats.bitsandbytes import bitsandbytes
 from tritonllm.models.formats.compressed_tensors import compressed_tensors
 from tritonllm.models.formats.fp8 import fp8
 from tritonllm.models.formats.gptq import auto_round, gptq
@@ -25,6 +26,7 @@ METHODS: dict[str, Callable[[Mapping[str, Any]], CheckpointFormat]] = {
     "auto-round": auto_round,
     "intel/auto-round": auto_round,
     "awq": awq,
+    "bitsandbytes": bitsandbytes,
 }
 
 

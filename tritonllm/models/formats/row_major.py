@@ -54,6 +54,7 @@ class RowMajor:
         groups: what shares a scale.
         packing: how the numbers lie.
         zero_bits: how many bits a packed zero point has; 0: they are not packed.
+        times: a number by which the scales are multiplied.
     """
 
     name: str
@@ -61,6 +62,7 @@ class RowMajor:
     groups: Groups
     packing: Packing = ELEMENTS
     zero_bits: int = 0
+    times: float = 1.0
 
     def piece(self, parts: Parts, expert: int | None, rows: range, columns: range) -> NarrowPiece:
         """As :class:`~tritonllm.models.formats.narrow_tensor.Scheme` says."""
@@ -84,7 +86,7 @@ class RowMajor:
     def _scales(self, parts: Parts, lead: tuple[int, ...]) -> torch.Tensor:
         scales = parts("scales", *lead)
         scales = scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales
-        scales = scales.float().reshape(self.groups.shape(*self.size))
+        scales = scales.float().reshape(self.groups.shape(*self.size)) * self.times
         if "divisor" in parts:
             return scales / parts("divisor", *lead).float().reshape(1, 1)
         return scales * parts("factor", *lead).float().reshape(1, 1) if "factor" in parts else scales
