@@ -58,6 +58,13 @@ def test_other_gpus_and_options_have_other_kernels(found, tmp_path, capsys):
     assert a100.isdisjoint(signatures("--target", "sm_90", *SMALL))
     assert a100 != signatures("--target", "sm_80", "--dtype", "float16", *SMALL)
     assert a100 != signatures("--target", "sm_80", "--deterministic", *SMALL)
+    assert not any("*fp8" in signature for signature in a100)
+    assert any("*fp8e4nv" in signature for signature in signatures("--target", "sm_90", "--kv-cache-dtype=fp8", *SMALL))
+    assert main(["precompile", str(tiny_checkpoint()), "--target=sm_80", "--kv-cache-dtype=fp8"]) == 1
+    assert (
+        "kv_cache_dtype='fp8' needs a GPU of compute capability 8.9 or more, this one has 8.0"
+        in capsys.readouterr().err
+    )
     assert a100 <= signatures("--target", "sm_80", "--max-num-seqs", "4", "--max-num-batched-tokens", "2048")
 
 

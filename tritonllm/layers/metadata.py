@@ -107,8 +107,16 @@ class KVCacheView:
         k, v: each ``[P, S, K, D]``.
         workspace: zeros that all layers' decode attention may share, see
             :func:`~tritonllm.kernels.paged_decode_attention`; ``None`` makes new ones in each call.
+        k_scale, v_scale: keys and values lie in the cache divided by these numbers.
     """
 
     k: torch.Tensor
     v: torch.Tensor
     workspace: torch.Tensor | None = None
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+
+    @property
+    def scales(self) -> dict[str, float]:
+        """What the kernels that write or read this cache take of it."""
+        return {"k_scale": self.k_scale, "v_scale": self.v_scale}

@@ -6,11 +6,30 @@ the same tokens there; how many bytes it has may differ between layers.
 
 import torch
 
+from tritonllm.config.engine import CacheConfig
 from tritonllm.engine.cache.block_copies import BlockCopies
 from tritonllm.engine.cache.engine_memory import EngineMemory
 from tritonllm.kernels.attention.decode import WORKSPACE_SIZE
 from tritonllm.layers.metadata import CacheShape, KVCacheView
 from tritonllm.models.interface import ModelFacts
+
+
+def cache_dtype(config: CacheConfig, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of keys and values in the cache of a model of ``dtype``.
+
+    Raises:
+        ValueError: ``kv_cache_dtype`` names a dtype of models, but another one than ``dtype``.
+    """
+    name = config.kv_cache_dtype
+    if name in ("fp8", "fp8_e4m3"):
+        return torch.float8_e4m3fn
+    own = str(dtype).removeprefix("torch.")
+    if name not in ("auto", own):
+        raise ValueError(
+            f"kv_cache_dtype={name!r}: this model runs in {own}, and its cache can have that dtype or fp8: leave it "
+            f"out, or add dtype={name!r}"
+        )
+    return dtype
 
 
 def block_bytes(spec: ModelFacts, dtype: torch.dtype, block_size: int) -> int:

@@ -109,7 +109,7 @@ class ModelRunner:
         shares = shares and team.context.size == 1  # whose ranks merge theirs
         shares = shares and team.exchange.size == 1  # whose engines replay graphs of one room, shared prefix or not
         if config.cache.enable_prefix_caching and shares:  # else only siblings share
-            each = block_bytes(model.spec, self._dtype, self._block_tokens) // len(model.spec.caches)
+            each = block_bytes(model.spec, self.caches.dtype, self._block_tokens) // len(model.spec.caches)
             self._planner = CascadePlanner(self._block_tokens, each)
         self._builder = self._make_builder()
         if isinstance(model, Decoder):
