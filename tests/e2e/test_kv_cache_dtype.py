@@ -1,11 +1,17 @@
 """A cache in float8: what is computed is what transformers computes with rounded keys and values, whatever the engine
 does with the requests; and a block has a quarter of float32's bytes, wherever it goes."""
 
+import json
 import warnings
+from functools import cache
+from pathlib import Path
+from shutil import copytree
+from tempfile import mkdtemp
 
 import pytest
 import torch
 from models.causal_types import VOCABULARY, build, tiny
+from safetensors.torch import load_file, save_file
 from support.eagle_heads import random_eagle_head, with_head
 from support.engines import NGRAMS, always_load, greedy, similar_checkpoint, tiny_checkpoint, tiny_llm, token_ids
 from support.kv_sharing import FULL, connected_llm, run_prompts
@@ -18,6 +24,31 @@ SHARED = random_tokens(13, VOCAB_SIZE, seed=1)
 PROMPTS = [SHARED + random_tokens(n, VOCAB_SIZE, seed=n) for n in (10, 17)]
 PROMPTS += [random_tokens(n, VOCAB_SIZE, seed=n) * 3 for n in (3, 5)]  # what n-grams find again
 TIGHT = {"num_blocks": 22, "max_model_len": 64, "max_num_seqs": 4}
+
+
+SCALES = {layer: (0.3 + layer / 7, 0.011 * (layer + 1)) for layer in range(3)}
+OF_CACHE_ALONE = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {},
+    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True},
+}
+
+
+@cache
+def scaled_checkpoint():
+    """The tiny checkpoint with scales of its cache, as llm-compressor writes them."""
+    folder = Path(mkdtemp(prefix="scaled-"))
+    copytree(tiny_checkpoint(), folder, dirs_exist_ok=True)
+    (file,) = folder.glob("*.safetensors")
+    numbers = {
+        f"model.layers.{layer}.self_attn.{kind}_scale": torch.tensor([scale])
+        for layer, scales in SCALES.items()
+        for kind, scale in zip("kv", scales, strict=True)
+    }
+    save_file({**load_file(file), **numbers}, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": OF_CACHE_ALONE}))
+    return folder
 
 
 def run(llm):
@@ -53,6 +84,38 @@ def test_results_are_those_of_rounded_keys_and_values(family):
     decoded = tokens + token_ids(llm.generate([tokens], greedy(8), use_tqdm=False))[0]
     likeliest = log_probabilities(folder, decoded, {}).argmax(-1)[len(tokens) - 1 : -1].tolist()
     assert likeliest == decoded[len(tokens) :]
+
+
+def test_scales_of_the_checkpoint():
+    """Decoded in a batch, with what the cache has, and by stages they are the same; a cache of 32 bits needs none."""
+    llm = tiny_llm(scaled_checkpoint(), max_num_batched_tokens=9, **FP8)
+    in_float32 = [{layer: tuple(torch.tensor(pair).tolist()) for layer, pair in SCALES.items()}]
+    check_against(tiny_checkpoint(), llm, random_tokens(25, VOCAB_SIZE, seed=3), *in_float32)
+    tokens = run(tiny_llm(scaled_checkpoint(), max_num_seqs=1, enable_prefix_caching=False, **FP8))
+    crowded = tiny_llm(scaled_checkpoint(), **TIGHT, **FP8, speculative_config=NGRAMS)
+    assert run(crowded) == run(crowded) == tokens
+    assert run(tiny_llm(scaled_checkpoint())) == run(tiny_llm()) != tokens
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("imported_ranks")
+def test_scales_of_stages():
+    alone = run(tiny_llm(scaled_checkpoint(), **FP8))
+    assert run(tiny_llm(scaled_checkpoint(), **FP8, pipeline_parallel_size=2)) == alone
+
+
+def test_scales_stay():
+    """Captured steps hold them as numbers."""
+    llm = tiny_llm(scaled_checkpoint(), **FP8)
+    tokens = run(llm)
+    with pytest.raises(ValueError, match=r"reload_weights: .* its k_scale or v_scale differs; start an engine for it"):
+        llm.engine.reload_weights(str(similar_checkpoint()))
+    name = "model.layers.1.self_attn.v_scale"
+    llm.engine.load_weights([(name, torch.tensor(SCALES[1][1]))])
+    with pytest.raises(ValueError, match=f"tensor {name}: scales of the cache stay as the engine was started with"):
+        llm.engine.load_weights([(name, torch.tensor(0.5))])
+    llm.reset_prefix_cache()
+    assert run(llm) == tokens
 
 
 def test_the_model_can_run_through_transformers(tmp_path):
@@ -130,6 +193,8 @@ def test_blocks_go_to_engines_with_such_a_cache_alone(tmp_path):
     tokens, _ = run_prompts(first)
     first.engine._transfer.connector.close()
     assert run_prompts(connected_llm("FileStore", "kv_consumer", folder, kv_cache_dtype="fp8_e4m3")) == (tokens, FULL)
+    others, cached = run_prompts(connected_llm("FileStore", "kv_consumer", folder, scaled_checkpoint(), **FP8))
+    assert cached == [0] * len(FULL) and others != tokens
     others, cached = run_prompts(connected_llm("FileStore", "kv_consumer", folder))
     assert cached == [0] * len(FULL) and others == run_prompts(tiny_llm())[0] != tokens
 

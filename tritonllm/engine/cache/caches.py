@@ -4,18 +4,20 @@ A block has the same number in all of them, and moves in all of them at once: th
 that are written to and shared, of a tree's slots, to and from the tier) are issued here.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from tritonllm.config.engine import EngineConfig
 from tritonllm.engine.cache.block_copies import BlockCopies
 from tritonllm.engine.cache.engine_memory import EngineMemory
 from tritonllm.engine.cache.host_copies import HostCopies, device_bytes
-from tritonllm.engine.cache.kv_cache import block_bytes, cache_dtype, layers_of_pools, make_cache
+from tritonllm.engine.cache.kv_cache import NARROW, block_bytes, cache_dtype, layers_of_pools, make_cache
 from tritonllm.engine.cache.layer_copies import LayerCopies
 from tritonllm.engine.cache.layer_marks import Marks
 from tritonllm.engine.data.step import Step
 from tritonllm.engine.drafts.draft_model import DraftModel
-from tritonllm.layers.metadata import KVCacheView
+from tritonllm.layers.metadata import KVCacheView, KVScales
 from tritonllm.models.interface import CausalLM
 from tritonllm.system.host_memory import slots_for
 
@@ -54,6 +56,15 @@ class Caches:
         return extra + sum(block_bytes(model.spec, self.dtype, size) for model, size in sizes)
 
     @property
+    def layout(self) -> object:
+        """What tells caches apart in which equal keys lie as other bytes, by its ``repr``."""
+        return self.dtype, [self._scales_of(model) for model in self.models]
+
+    def _scales_of(self, model: CausalLM) -> Sequence[KVScales] | None:
+        """The checkpoint's scales, of which only a narrow cache makes use."""
+        return model.kv_scales if self.dtype is NARROW else None
+
+    @property
     def host_slots(self) -> int:
         """Blocks that the second tier keeps, in the host's memory as a rule."""
         return slots_for(self._config.cache.kv_offloading_size, self.block_bytes)
@@ -74,7 +85,10 @@ class Caches:
     def allocate(self, num_blocks: int, memory: EngineMemory | None = None) -> None:
         """Blocks of the same numbers for each model, from ``memory``; by default torch's."""
         sizes = zip(self.models, self._block_sizes, strict=False)
-        made = [make_cache(model.spec, self.dtype, num_blocks, size, self._device, memory) for model, size in sizes]
+        made = [
+            make_cache(model.spec, self.dtype, num_blocks, size, self._device, memory, self._scales_of(model))
+            for model, size in sizes
+        ]
         self.views, self.copies = made[0][0], [one for _, copies in made for one in copies]
         if self._draft is not None:
             self._draft.take_cache(made[1][0])

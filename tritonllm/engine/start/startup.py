@@ -392,7 +392,7 @@ def load_parts(config: EngineConfig, ranks: Ranks) -> EngineParts:
     identity = (
         checkpoint.read_config(folder),
         origin.limit,
-        (dtype, runner.caches.dtype, config.block_tokens, runner.block_bytes),
+        (dtype, runner.caches.layout, config.block_tokens, runner.block_bytes),
     )
     with_parts = [model for model in models if model is not None]
     fingerprint = model_fingerprint(with_parts, *identity, team.exchange.group)
