@@ -1,21 +1,15 @@
 """A cache in float8: what is computed is what transformers computes with rounded keys and values, whatever the engine
 does with the requests; and a block has a quarter of float32's bytes, wherever it goes."""
 
-import json
 import warnings
-from functools import cache
-from pathlib import Path
-from shutil import copytree
-from tempfile import mkdtemp
 
 import pytest
 import torch
 from models.causal_types import VOCABULARY, build, tiny
-from safetensors.torch import load_file, save_file
 from support.eagle_heads import random_eagle_head, with_head
 from support.engines import NGRAMS, always_load, greedy, similar_checkpoint, tiny_checkpoint, tiny_llm, token_ids
 from support.kv_sharing import FULL, connected_llm, run_prompts
-from support.rounded_keys import engine_log_probabilities, log_probabilities
+from support.rounded_keys import SCALES, check_against, log_probabilities, scaled_checkpoint
 from support.tiny_models import random_tokens
 from support.tiny_tokenizer import VOCAB_SIZE
 
@@ -24,31 +18,6 @@ SHARED = random_tokens(13, VOCAB_SIZE, seed=1)
 PROMPTS = [SHARED + random_tokens(n, VOCAB_SIZE, seed=n) for n in (10, 17)]
 PROMPTS += [random_tokens(n, VOCAB_SIZE, seed=n) * 3 for n in (3, 5)]  # what n-grams find again
 TIGHT = {"num_blocks": 22, "max_model_len": 64, "max_num_seqs": 4}
-
-
-SCALES = {layer: (0.3 + layer / 7, 0.011 * (layer + 1)) for layer in range(3)}
-OF_CACHE_ALONE = {
-    "quant_method": "compressed-tensors",
-    "config_groups": {},
-    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True},
-}
-
-
-@cache
-def scaled_checkpoint():
-    """The tiny checkpoint with scales of its cache, as llm-compressor writes them."""
-    folder = Path(mkdtemp(prefix="scaled-"))
-    copytree(tiny_checkpoint(), folder, dirs_exist_ok=True)
-    (file,) = folder.glob("*.safetensors")
-    numbers = {
-        f"model.layers.{layer}.self_attn.{kind}_scale": torch.tensor([scale])
-        for layer, scales in SCALES.items()
-        for kind, scale in zip("kv", scales, strict=True)
-    }
-    save_file({**load_file(file), **numbers}, file, metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": OF_CACHE_ALONE}))
-    return folder
 
 
 def run(llm):
@@ -63,15 +32,6 @@ def alone_of(family):
 @pytest.fixture(scope="module")
 def alone():
     return alone_of("qwen3")
-
-
-def check_against(folder, llm, tokens, scales):
-    """A number beside the border between two float8 may be rounded to either: so what counts is how much nearer the
-    result is to that with the same rounding than the result without is."""
-    found = engine_log_probabilities(llm, tokens)
-    want, unrounded = log_probabilities(folder, tokens, scales), log_probabilities(folder, tokens)
-    effect = (want - unrounded).abs().max()
-    assert effect > 1e-2 and (found - want).abs().max() < effect / 10
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt_oss", pytest.param("gemma2", marks=pytest.mark.long)])
@@ -89,8 +49,7 @@ def test_results_are_those_of_rounded_keys_and_values(family):
 def test_scales_of_the_checkpoint():
     """Decoded in a batch, with what the cache has, and by stages they are the same; a cache of 32 bits needs none."""
     llm = tiny_llm(scaled_checkpoint(), max_num_batched_tokens=9, **FP8)
-    in_float32 = [{layer: tuple(torch.tensor(pair).tolist()) for layer, pair in SCALES.items()}]
-    check_against(tiny_checkpoint(), llm, random_tokens(25, VOCAB_SIZE, seed=3), *in_float32)
+    check_against(tiny_checkpoint(), llm, random_tokens(25, VOCAB_SIZE, seed=3), SCALES)
     tokens = run(tiny_llm(scaled_checkpoint(), max_num_seqs=1, enable_prefix_caching=False, **FP8))
     crowded = tiny_llm(scaled_checkpoint(), **TIGHT, **FP8, speculative_config=NGRAMS)
     assert run(crowded) == run(crowded) == tokens

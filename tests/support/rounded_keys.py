@@ -1,16 +1,46 @@
 """What a cache of float8 does to a model, by transformers alone: each key and value is rounded when it is made."""
 
 import inspect
+import json
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
+from shutil import copytree
+from tempfile import mkdtemp
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from support.engines import tiny_checkpoint
 from tritonllm import LLM, SamplingParams
 
 UNSCALED = (1.0, 1.0)
+_NUMBERS = torch.tensor([(0.3 + layer / 7, 0.011 * (layer + 1)) for layer in range(3)])
+SCALES = {layer: (k, v) for layer, (k, v) in enumerate(_NUMBERS.tolist())}  # of keys and of values, by layer
+OF_CACHE_ALONE = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {},
+    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True},
+}
+
+
+@cache
+def scaled_checkpoint(**fields: Any) -> Path:
+    """The tiny checkpoint with scales of its cache, as llm-compressor writes them. ``fields`` are of its config."""
+    folder = Path(mkdtemp(prefix="scaled-"))
+    copytree(tiny_checkpoint(**fields), folder, dirs_exist_ok=True)
+    (file,) = folder.glob("*.safetensors")
+    numbers = {
+        f"model.layers.{layer}.self_attn.{kind}_scale": torch.tensor([scale])
+        for layer, scales in SCALES.items()
+        for kind, scale in zip("kv", scales, strict=True)
+    }
+    save_file({**load_file(file), **numbers}, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": OF_CACHE_ALONE}))
+    return folder
 
 
 def rounded(x: torch.Tensor, scale: float) -> torch.Tensor:
@@ -52,3 +82,21 @@ def engine_log_probabilities(llm: LLM, tokens: list[int]) -> torch.Tensor:
     assert output.prompt_logprobs is not None and output.outputs[0].logprobs is not None
     rows = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
     return torch.tensor([[row[token].logprob for token in range(len(row))] for row in rows])
+
+
+def check_against(
+    folder: Path, llm: LLM, tokens: list[int], scales: Mapping[int, tuple[float, float]], part: float = 0.1
+) -> None:
+    """Check an engine's log-probabilities of a prompt.
+
+    A number beside the border between two float8 may be rounded to either: so what counts is how much nearer the result
+    is to that with the same rounding than the result without is.
+
+    Args:
+        folder: the checkpoint, without scales.
+        part: how far the result may be off, of what rounding changes.
+    """
+    found = engine_log_probabilities(llm, tokens)
+    want, unrounded = log_probabilities(folder, tokens, scales), log_probabilities(folder, tokens)
+    effect = (want - unrounded).abs().max()
+    assert effect > 1e-2 and (found - want).abs().max() < part * effect
