@@ -8,10 +8,11 @@ import torch
 from models.causal_types import VOCABULARY, build, tiny
 from support.eagle_heads import random_eagle_head, with_head
 from support.engines import NGRAMS, always_load, greedy, similar_checkpoint, tiny_checkpoint, tiny_llm, token_ids
-from support.kv_sharing import FULL, connected_llm, run_prompts
+from support.kv_sharing import FULL, connected_llm, decode, peer_engines, prefill, run_prompts
 from support.rounded_keys import SCALES, check_against, log_probabilities, scaled_checkpoint
 from support.tiny_models import random_tokens
 from support.tiny_tokenizer import VOCAB_SIZE
+from support.waiting import PATIENCE
 
 FP8 = {"kv_cache_dtype": "fp8"}
 SHARED = random_tokens(13, VOCAB_SIZE, seed=1)
@@ -156,6 +157,23 @@ def test_blocks_go_to_engines_with_such_a_cache_alone(tmp_path):
     assert cached == [0] * len(FULL) and others != tokens
     others, cached = run_prompts(connected_llm("FileStore", "kv_consumer", folder))
     assert cached == [0] * len(FULL) and others == run_prompts(tiny_llm())[0] != tokens
+
+
+def test_an_engine_with_another_cache_says_so(caplog):
+    """Engines that compute prompts and those that go on with them must have the same cache."""
+    with peer_engines() as engines:
+        producer, consumer, other = (
+            engines(role, engine=options, wait=wait)
+            for role, options, wait in (
+                ("kv_producer", FP8, 1.0),
+                ("kv_consumer", FP8, PATIENCE),
+                ("kv_consumer", {}, 0),
+            )
+        )
+        offers = prefill(producer)
+        assert decode(consumer, offers) == (run_prompts(tiny_llm(**FP8))[0], FULL)
+        assert decode(other, offers) == (run_prompts(tiny_llm())[0], [0] * len(FULL))
+    assert "has none of the prompt's blocks: is it of other weights, dtype or block_size?" in caplog.text
 
 
 def test_the_same_memory_holds_more_blocks():
