@@ -145,7 +145,8 @@ class ModelRunner:
 
     @property
     def _regimes(self) -> Regimes:
-        if self._config.deterministic and self.drafts.most:  # its attention wants a bound that the device cannot pass
+        passed = self._config.deterministic and self.drafts.most  # attention wants a bound that the device cannot pass
+        if passed or self.caches.dtype != self._dtype:  # of a narrow cache's keys no kernel is for few
             return Regimes(lambda sequences: 0, self._sizes.max_model_len)
         return Regimes(cache(self._model.short_keys), self._sizes.max_model_len)  # captured steps ask in each step
 
