@@ -2,6 +2,7 @@
 does with the requests; and a block has a quarter of float32's bytes, wherever it goes."""
 
 import warnings
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ from support.rounded_keys import SCALES, check_against, log_probabilities, scale
 from support.tiny_models import random_tokens
 from support.tiny_tokenizer import VOCAB_SIZE
 from support.waiting import PATIENCE
+
+from tritonllm.engine.step import shared_prefix
+from tritonllm.layers import attention
 
 FP8 = {"kv_cache_dtype": "fp8"}
 SHARED = random_tokens(13, VOCAB_SIZE, seed=1)
@@ -47,21 +51,39 @@ def test_results_are_those_of_rounded_keys_and_values(family):
     assert likeliest == decoded[len(tokens) :]
 
 
-def test_scales_of_the_checkpoint():
-    """Decoded in a batch, with what the cache has, and by stages they are the same; a cache of 32 bits needs none."""
+@pytest.fixture(scope="module")
+def scaled_alone():
+    """One prompt at a time, by a model whose checkpoint has scales."""
+    return run(tiny_llm(scaled_checkpoint(), max_num_seqs=1, enable_prefix_caching=False, **FP8))
+
+
+def test_scales_of_the_checkpoint(scaled_alone):
+    """A cache of 32 bits makes no use of them."""
     llm = tiny_llm(scaled_checkpoint(), max_num_batched_tokens=9, **FP8)
     check_against(tiny_checkpoint(), llm, random_tokens(25, VOCAB_SIZE, seed=3), SCALES)
-    tokens = run(tiny_llm(scaled_checkpoint(), max_num_seqs=1, enable_prefix_caching=False, **FP8))
-    crowded = tiny_llm(scaled_checkpoint(), **TIGHT, **FP8, speculative_config=NGRAMS)
-    assert run(crowded) == run(crowded) == tokens
-    assert run(tiny_llm(scaled_checkpoint())) == run(tiny_llm()) != tokens
+    assert run(tiny_llm(scaled_checkpoint())) == run(tiny_llm()) != scaled_alone
 
 
-@pytest.mark.long
+@pytest.mark.parametrize(
+    "options",
+    [
+        {**TIGHT, "speculative_config": NGRAMS},
+        {"deterministic": True},
+        pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.long),
+        pytest.param({"tensor_parallel_size": 4, "decode_context_parallel_size": 2}, marks=pytest.mark.long),
+    ],
+    ids=["verified drafts", "batch invariant", "two stages", "split keys"],
+)
 @pytest.mark.usefixtures("imported_ranks")
-def test_scales_of_stages():
-    alone = run(tiny_llm(scaled_checkpoint(), **FP8))
-    assert run(tiny_llm(scaled_checkpoint(), **FP8, pipeline_parallel_size=2)) == alone
+def test_every_kind_of_attention_takes_the_scales(scaled_alone, options):
+    assert run(tiny_llm(scaled_checkpoint(), **FP8, **options)) == scaled_alone
+
+
+def test_keys_that_are_read_once_for_several_sequences(scaled_alone, monkeypatch):
+    monkeypatch.setattr(shared_prefix, "MIN_SAVED_BYTES", 1)
+    with patch.object(attention, "cascade_decode_attention", wraps=attention.cascade_decode_attention) as cascade:
+        assert run(tiny_llm(scaled_checkpoint(), **FP8)) == scaled_alone
+    assert cascade.call_count
 
 
 def test_scales_stay():
@@ -78,11 +100,13 @@ def test_scales_stay():
     assert run(llm) == tokens
 
 
-def test_the_model_can_run_through_transformers(tmp_path):
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_model_can_run_through_transformers(tmp_path, deterministic):
     build(tiny("beam"), "beam").save_pretrained(tmp_path)
+    settings = {"skip_tokenizer_init": True, "max_model_len": 64, "dtype": "float32", "deterministic": deterministic}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        llm = tiny_llm(tmp_path, skip_tokenizer_init=True, max_model_len=64, dtype="float32", **FP8)
+        llm = tiny_llm(tmp_path, **settings, **FP8)
     check_against(tmp_path, llm, random_tokens(25, VOCABULARY, seed=3), {})
 
 
