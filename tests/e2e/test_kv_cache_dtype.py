@@ -173,14 +173,17 @@ def test_a_cache_that_slept_is_whole(alone):
 def test_blocks_go_to_engines_with_such_a_cache_alone(tmp_path):
     """By a folder, of which engines with another cache read nothing."""
     folder = {"path": str(tmp_path)}
-    first = connected_llm("FileStore", "kv_producer", folder, **FP8)
+    first = connected_llm("FileStore", "kv_producer", folder, scaled_checkpoint(), **FP8)
     tokens, _ = run_prompts(first)
     first.engine._transfer.connector.close()
-    assert run_prompts(connected_llm("FileStore", "kv_consumer", folder, kv_cache_dtype="fp8_e4m3")) == (tokens, FULL)
-    others, cached = run_prompts(connected_llm("FileStore", "kv_consumer", folder, scaled_checkpoint(), **FP8))
-    assert cached == [0] * len(FULL) and others != tokens
-    others, cached = run_prompts(connected_llm("FileStore", "kv_consumer", folder))
-    assert cached == [0] * len(FULL) and others == run_prompts(tiny_llm())[0] != tokens
+    consumers = [
+        connected_llm("FileStore", "kv_consumer", folder, scaled_checkpoint(times), kv_cache_dtype=name)
+        for times, name in ((1.0, "fp8_e4m3"), (3.0, "fp8"), (1.0, "auto"))
+    ]
+    same, other_scales, wide = (run_prompts(llm) for llm in consumers)
+    assert same == (tokens, FULL)
+    assert other_scales[1] == wide[1] == [0] * len(FULL)
+    assert wide[0] == run_prompts(tiny_llm())[0] != tokens != other_scales[0]
 
 
 def test_an_engine_with_another_cache_says_so(caplog):

@@ -27,13 +27,14 @@ OF_CACHE_ALONE = {
 
 
 @cache
-def scaled_checkpoint(**fields: Any) -> Path:
-    """The tiny checkpoint with scales of its cache, as llm-compressor writes them. ``fields`` are of its config."""
+def scaled_checkpoint(times: float = 1.0, **fields: Any) -> Path:
+    """The tiny checkpoint with scales of its cache, as llm-compressor writes them: ``SCALES``, so many ``times``.
+    ``fields`` are of its config."""
     folder = Path(mkdtemp(prefix="scaled-"))
     copytree(tiny_checkpoint(**fields), folder, dirs_exist_ok=True)
     (file,) = folder.glob("*.safetensors")
     numbers = {
-        f"model.layers.{layer}.self_attn.{kind}_scale": torch.tensor([scale])
+        f"model.layers.{layer}.self_attn.{kind}_scale": torch.tensor([times * scale])
         for layer, scales in SCALES.items()
         for kind, scale in zip("kv", scales, strict=True)
     }
