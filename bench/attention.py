@@ -18,7 +18,7 @@ from autotune.revision import commit
 from autotune.search import Caller
 from autotune.worker import Failed, Worker
 from bench import reports
-from bench.attention_cases import ROWS, SWEEP, Attention
+from bench.attention_cases import PRECISIONS, ROWS, SWEEP, Attention
 from bench.attention_peers import PEERS, installed
 from bench.attention_runner import CASES
 from bench.runner import rates
@@ -37,8 +37,21 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     default = HERE / "results" / "attention.json"
     parser.add_argument("--out", type=Path, default=default, metavar="FILE", help="where results go (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="K1 and K2 only, without the sweep")
+    parser.add_argument(
+        "--precision", metavar="bf16,fp8", help=f"cases of these queries and caches alone ({', '.join(PRECISIONS)})"
+    )
     parser.add_argument("--list", action="store_true", help="print the cases")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.precision = [*PRECISIONS] if args.precision is None else args.precision.split(",")
+    if unknown := [name for name in args.precision if name not in PRECISIONS]:
+        parser.error(f"no such precision: {', '.join(unknown)}; there are {', '.join(PRECISIONS)}")
+    return args
+
+
+def chosen(args: argparse.Namespace) -> list[tuple[int, Attention]]:
+    """The cases to measure, each with its place in all of them."""
+    cases = ROWS if args.quick else CASES
+    return [(index, problem) for index, problem in enumerate(cases) if problem.precision in args.precision]
 
 
 def rounded(value: Any) -> Any:
@@ -113,7 +126,7 @@ def described(problem: Attention) -> dict[str, Any]:
     return {"case": problem.size} | {name: getattr(problem, name) for name in names}
 
 
-def run(gpu: Caller, quick: bool, out: Path) -> int:
+def run(gpu: Caller, args: argparse.Namespace) -> int:
     """Measure everything, writing what is there after each case; returns how many cases of ours failed."""
     versions = installed()
     report: dict[str, Any] = {
@@ -128,12 +141,13 @@ def run(gpu: Caller, quick: bool, out: Path) -> int:
     copy, matmul = report["ceilings"].values()
     print(f"{report['machine']['gpu']}: copy {copy:.0f} GB/s, bfloat16 products {matmul:.0f} TFLOP/s", flush=True)
     room = SWEEP_MEMORY * 1e9 * gpu.call("memory_gb", START_SECONDS)
-    too_large = {problem for problem in SWEEP if problem.least_work().bytes > room}
-    if too_large and not quick:
+    cases, out = chosen(args), args.out
+    too_large = {problem for index, problem in cases if index >= len(ROWS) and problem.least_work().bytes > room}
+    if too_large:
         print(f"{len(too_large)} of {len(SWEEP)} sizes of the sweep need too much memory", flush=True)
     out.parent.mkdir(parents=True, exist_ok=True)
     failures = 0
-    for index, problem in enumerate(ROWS if quick else CASES):
+    for index, problem in cases:
         is_row = index < len(ROWS)
         if not is_row and problem in too_large:
             continue
@@ -154,12 +168,12 @@ def run(gpu: Caller, quick: bool, out: Path) -> int:
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     if args.list:
-        print("\n".join(f"{problem.group} {problem.name}" for problem in (ROWS if args.quick else CASES)))
+        print("\n".join(f"{problem.group} {problem.name}" for _, problem in chosen(args)))
         return 0
     begin = time.monotonic()
     gpu = Worker("bench.attention_runner:AttentionRunner")
     try:
-        failures = run(gpu, args.quick, args.out)
+        failures = run(gpu, args)
     except Failed as reason:
         print(f"no GPU to measure on: {reason}", file=sys.stderr)
         return 1

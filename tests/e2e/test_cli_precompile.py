@@ -58,6 +58,13 @@ def test_other_gpus_and_options_have_other_kernels(found, tmp_path, capsys):
     assert a100.isdisjoint(signatures("--target", "sm_90", *SMALL))
     assert a100 != signatures("--target", "sm_80", "--dtype", "float16", *SMALL)
     assert a100 != signatures("--target", "sm_80", "--deterministic", *SMALL)
+    assert not any("*fp8" in signature for signature in a100)
+    assert any("*fp8e4nv" in signature for signature in signatures("--target", "sm_90", "--kv-cache-dtype=fp8", *SMALL))
+    assert main(["precompile", str(tiny_checkpoint()), "--target=sm_80", "--kv-cache-dtype=fp8"]) == 1
+    assert (
+        "kv_cache_dtype='fp8' needs a GPU of compute capability 8.9 or more, this one has 8.0"
+        in capsys.readouterr().err
+    )
     assert a100 <= signatures("--target", "sm_80", "--max-num-seqs", "4", "--max-num-batched-tokens", "2048")
 
 
@@ -109,7 +116,7 @@ import json, sys, triton
 from tritonllm import LLM, SamplingParams
 from tritonllm.kernels.compile.monitor import MONITOR
 llm = LLM(sys.argv[1], load_format="dummy", skip_tokenizer_init=True, num_blocks=2048, max_model_len=4096,
-          max_num_seqs=16, max_num_batched_tokens=1024, kernel_cache=sys.argv[2] or None)
+          max_num_seqs=16, max_num_batched_tokens=1024, kernel_cache=sys.argv[2] or None, kv_cache_dtype=sys.argv[3])
 at_ready = MONITOR.compiled, MONITOR.loaded
 prompts = [list(range(n)) for n in (1, 700, 33, 128, 2, 511, 90, 300)]
 kinds = ({"temperature": 0}, {"temperature": 0.8}, {"top_k": 50, "top_p": 0.9}, {"min_p": 0.1, "seed": 3})
@@ -118,26 +125,30 @@ print(json.dumps([*at_ready, llm.engine.stats.compilations_after_ready]))
 """
 
 
-def start(model, kernels, cache_folder):
+def start(model, kernels, cache_folder, kv_cache_dtype="auto"):
     """``(compiled, loaded, compiled or loaded once ready)`` by the engine's own process."""
     environ = environment(TRITON_CACHE_DIR=str(cache_folder))
-    command = [sys.executable, "-c", COUNT, model, kernels]
+    command = [sys.executable, "-c", COUNT, model, kernels, kv_cache_dtype]
     done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.gpu
-def test_a_start_with_the_folder_compiles_nothing(tmp_path, monkeypatch, record_property):
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_a_start_with_the_folder_compiles_nothing(tmp_path, record_property, kv_cache_dtype):
+    if kv_cache_dtype == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs a GPU with float8")
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_0_6B))
     options = ["--max-model-len", "4096", "--max-num-seqs", "16", "--max-num-batched-tokens", "1024"]
+    options += ["--kv-cache-dtype", kv_cache_dtype]
     capability = torch.cuda.get_device_capability()
     target = ["--target", f"sm_{capability[0]}{capability[1]}", "--gpu", torch.cuda.get_device_name()]
     where = [str(tmp_path), "-o", str(tmp_path / "kernels")]
     command = [sys.executable, "-m", "tritonllm", "precompile", *where, *options, *target]
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # as on a machine without a GPU
     subprocess.run(command, check=True, env=environ, timeout=PATIENCE)
-    compiled, loaded, later = start(str(tmp_path), str(tmp_path / "kernels"), tmp_path / "cache")
+    compiled, loaded, later = start(str(tmp_path), str(tmp_path / "kernels"), tmp_path / "cache", kv_cache_dtype)
     record_property("kernels", loaded)
     assert compiled == 0 and later == 0 and loaded > 10
     assert not list((tmp_path / "cache").rglob("*.so"))  # nor did a C compiler run

@@ -304,6 +304,19 @@ def test_quick_leaves_the_sweep_out(tiny, fakes, tmp_path):
     assert len(report["rows"]) == 3 and report["sweep"] == []
 
 
+@pytest.mark.smoke
+def test_precisions_that_are_named_are_measured_alone(tiny, fakes, tmp_path, capsys):
+    out = tmp_path / "results.json"
+    assert attention.main(["--out", str(out), "--quick", "--precision", "fp8,bf16"]) == 0
+    assert [row["precision"] for row in json.loads(out.read_text())["rows"]] == ["bf16", "bf16", "fp8"]
+    assert attention.main(["--out", str(out), "--precision=fp8"]) == 0
+    report = json.loads(out.read_text())
+    assert [row["precision"] for row in report["rows"]] == ["fp8"] and report["sweep"] == []
+    with pytest.raises(SystemExit):
+        attention.main(["--precision", "fp4"])
+    assert "no such precision: fp4; there are bf16, fp16, fp8, fp8 by head" in capsys.readouterr().err
+
+
 def test_a_wrong_result_has_no_number_and_the_exit_code_is_1(tiny, fakes, capsys, tmp_path, monkeypatch):
     right = Attention.run
     monkeypatch.setattr(Attention, "run", lambda self, x: (right(self, x)[0] * (1.02 if self.decode else 1),))

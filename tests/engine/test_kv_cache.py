@@ -3,12 +3,15 @@
 import dataclasses
 
 import numpy as np
+import pytest
 import torch
 from support.tiny_models import tiny_config
 
+from tritonllm.config.engine import CacheConfig
 from tritonllm.engine.cache.host_copies import HostCopies
-from tritonllm.engine.cache.kv_cache import block_bytes, layers_of_pools, make_cache
+from tritonllm.engine.cache.kv_cache import block_bytes, cache_dtype, layers_of_pools, make_cache
 from tritonllm.engine.data.copy_batches import Fills, Transfers
+from tritonllm.engine.start.resolve import check_cache
 from tritonllm.models.families import spec_from_config
 
 CPU = torch.device("cpu")
@@ -41,18 +44,19 @@ def test_each_layer_has_its_own_shape():
     assert block_bytes(spec, torch.bfloat16, 1) == 2 * 2 * (32 + 48 + 32)
 
 
-def test_blocks_of_mixed_shapes_move_in_all_layers():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+def test_blocks_of_mixed_shapes_move_in_all_layers(dtype):
     """Within the cache, to the tier behind a step and while it runs, and back."""
     spec = mixed_spec()
-    views, copies = make_cache(spec, torch.float32, 6, 4, CPU)
+    views, copies = make_cache(spec, dtype, 6, 4, CPU)
     for view in views:
-        view.k.normal_()
-        view.v.normal_()
-    want = [(view.k[1].clone(), view.v[1].clone()) for view in views]
+        view.k.copy_(torch.randn(view.k.shape))
+        view.v.copy_(torch.randn(view.v.shape))
+    want = [(view.k[1].float().clone(), view.v[1].float().clone()) for view in views]
 
     def has(block):
         return all(
-            torch.equal(view.k[block], k) and torch.equal(view.v[block], v)
+            torch.equal(view.k[block].float(), k) and torch.equal(view.v[block].float(), v)
             for view, (k, v) in zip(views, want, strict=True)
         )
 
@@ -61,7 +65,7 @@ def test_blocks_of_mixed_shapes_move_in_all_layers():
     assert has(3) and not has(4)
     host = HostCopies([one.pool for one in copies], 3, layers=layers_of_pools(spec))
     assert host.marked_layers == [0, 1, 2]
-    assert sum(slots.nbytes for slots in host.memory) == 3 * block_bytes(spec, torch.float32, 4)
+    assert sum(slots.nbytes for slots in host.memory) == 3 * block_bytes(spec, dtype, 4)
     host.run(Transfers(1, ((1, 2),), ()))
     host.run(Transfers(2, (), ((2, 4),), wait=2))
     assert has(4)
@@ -73,3 +77,27 @@ def test_blocks_of_mixed_shapes_move_in_all_layers():
     filled.end()
     host.run(Transfers(4, (), ((0, 5),), wait=4))
     assert has(5) and not has(1)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("auto", torch.float16),
+        ("float16", torch.float16),
+        ("fp8", torch.float8_e4m3fn),
+        ("fp8_e4m3", torch.float8_e4m3fn),
+    ],
+)
+def test_the_dtype_of_a_cache(name, dtype):
+    config = CacheConfig(kv_cache_dtype=name)
+    assert cache_dtype(config, torch.float16) == dtype
+    check_cache(config, torch.float16, "cuda", (8, 9))
+    check_cache(config, torch.float16, "cpu", (0, 0))
+
+
+def test_a_dtype_that_a_cache_cannot_have():
+    fp8 = CacheConfig(kv_cache_dtype="fp8")
+    with pytest.raises(ValueError, match=r"kv_cache_dtype='fp8' needs a GPU of compute capability 8.9.* has 8.0"):
+        check_cache(fp8, torch.bfloat16, "cuda", (8, 0))
+    with pytest.raises(ValueError, match=r"kv_cache_dtype='float16': this model runs in bfloat16.*dtype='float16'"):
+        cache_dtype(CacheConfig(kv_cache_dtype="float16"), torch.bfloat16)

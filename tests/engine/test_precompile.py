@@ -35,6 +35,7 @@ from tritonllm.engine.step.runner import ModelRunner
 from tritonllm.kernels.compile.aot import pretend, target_of
 from tritonllm.kernels.compile.parallel import Specialization, list_kernels
 from tritonllm.kernels.runtime import tuning
+from tritonllm.layers.metadata import KVScales
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.expert_checks import dealt_out
 from tritonllm.models.families import spec_from_config
@@ -87,6 +88,15 @@ def test_lists_copies_to_the_host_if_there_are_any(transfer):
     found = kernels_of(spec, config(kv_offloading_size=1e6, kv_transfer_config=transfer), TARGET)
     assert [kernel.name for kernel in found].count("_pack_blocks_kernel") == 2
     assert "_pack_blocks_kernel" not in names("qwen3")
+
+
+def test_scales_of_a_narrow_cache_need_no_other_kernels(monkeypatch):
+    """They are in the files of the weights, which nobody reads before kernels are compiled."""
+    spec, narrow = spec_from_config(tiny_config("qwen3")), config(kv_cache_dtype="fp8")
+    unscaled = {described(kernel) for kernel in kernels_of(spec, narrow, TARGET)}
+    monkeypatch.setattr(Decoder, "kv_scales", property(lambda model: [KVScales(0.3, 0.01)] * model.spec.num_layers))
+    assert {described(kernel) for kernel in kernels_of(spec, narrow, TARGET)} == unscaled
+    assert unscaled != {described(kernel) for kernel in kernels_of(spec, config(), TARGET)}
 
 
 def test_lists_the_count_of_experts_if_they_are_counted():

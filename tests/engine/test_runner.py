@@ -21,6 +21,7 @@ from tritonllm.engine.step.room_sizes import graph_sizes, padded
 from tritonllm.engine.step.runner import ModelRunner
 from tritonllm.engine.step.warm_up import warm_up_sizes
 from tritonllm.layers import attention
+from tritonllm.layers.segments import Segments, decodes
 from tritonllm.models.decoder import Decoder
 
 CPU = torch.device("cpu")
@@ -81,6 +82,14 @@ def test_a_step_with_prompts_shares_nothing_where_it_is_captured(chunks, capture
     runner._graphs = SimpleNamespace(key_for=lambda one: captured if one.shared is None else None)
     with patch.object(runner._builder, "build", return_value=step):
         assert (runner.build(None).shared is shared) == shares
+
+
+def test_a_narrow_cache_has_one_regime():
+    """No kernel is for few of its keys, so that each step is captured once."""
+    wide, narrow = make_runner(), make_runner(kv_cache_dtype="fp8")
+    for runner, regimes in ((wide, 2), (narrow, 1)):
+        with patch.object(runner._model, "short_keys", lambda sequences: 9):
+            assert len(runner._regimes.bounds(Segments(decodes(3)))) == regimes
 
 
 def test_block_bytes_and_the_blocks_that_fit():

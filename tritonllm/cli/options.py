@@ -7,6 +7,7 @@ from tritonllm.config.engine import (
     COMPILATION,
     DTYPES,
     EXECUTORS,
+    KV_CACHE_DTYPES,
     LOAD_FORMATS,
     LOGPROBS_MODES,
     NO_COMPILATION,
@@ -96,6 +97,10 @@ ENGINE: dict[str, dict[str, Any]] = {
         "type": float,
         "metavar": "GIB",
         "help": "host memory for blocks that the KV cache gives up, so that they are not computed again (default: 0)",
+    },
+    "kv-cache-dtype": {
+        "choices": KV_CACHE_DTYPES,
+        "help": "of keys and values in the KV cache (default: auto, the model's); fp8: a byte each, see docs/engine.md",
     },
     "kv-transfer-config": {
         "metavar": "JSON",

@@ -25,6 +25,7 @@ OPTIONS = (
     "dtype",
     "max-model-len",
     "block-size",
+    "kv-cache-dtype",
     "max-num-seqs",
     "max-num-batched-tokens",
     "tensor-parallel-size",
@@ -67,7 +68,7 @@ def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
     from tritonllm.config.engine import EngineConfig
     from tritonllm.engine.drafts.draft_model import read_draft_spec
     from tritonllm.engine.start.precompile import Target, compile_kernels_of
-    from tritonllm.engine.start.resolve import length_limit, resolve_dtype
+    from tritonllm.engine.start.resolve import check_cache, length_limit, resolve_dtype
     from tritonllm.kernels.compile import cache_folder
     from tritonllm.models import checkpoint
     from tritonllm.models.loading import read_spec
@@ -88,6 +89,7 @@ def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
     if not isinstance(spec, ModelSpec):
         raise ValueError(f"{spec.architecture} runs through transformers: only families of docs/models.md have a list")
     dtype = resolve_dtype(config.model.dtype, "cuda", divmod(arch, 10), spec.dtype)
+    check_cache(config.cache, dtype, "cuda", divmod(arch, 10))
     if args.output is not None:
         cache_folder.write_kernels_to(args.output)
     start = time.monotonic()

@@ -21,6 +21,7 @@ from tritonllm.config.speculative import SpeculativeConfig as SpeculativeConfig
 from tritonllm.config.vllm_arguments import translate
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+KV_CACHE_DTYPES = (*DTYPES, "fp8", "fp8_e4m3")
 LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 POLICIES = ("fcfs", "priority")
@@ -147,6 +148,9 @@ class CacheConfig:
         enable_prefix_caching: reuse the blocks of prompts seen before.
         kv_offloading_size: GiB of the host's memory that keep blocks which the cache gives up, so that they come back
             by a copy. ``None`` or 0: they are computed again. With the connector ``CudaIpc`` of the GPU's memory.
+        kv_cache_dtype: the dtype of keys and values in the cache: ``auto``, or the model's dtype by its name; ``fp8``
+            (``fp8_e4m3`` is the same) rounds them to a byte each, after a division by the checkpoint's scales if it has
+            some, so that the same memory holds twice the blocks of a 16-bit model.
     """
 
     block_size: int = 16
@@ -155,9 +159,11 @@ class CacheConfig:
     cpu_cache_bytes: int = 1 << 28
     enable_prefix_caching: bool = True
     kv_offloading_size: float | None = None
+    kv_cache_dtype: str = "auto"
 
     def __post_init__(self) -> None:
         at_least("block_size", self.block_size, 1)
+        one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         if self.block_size > MOST_BLOCK_TOKENS:
             raise ValueError(f"block_size must be at most {MOST_BLOCK_TOKENS}, got {self.block_size}")
         at_least("num_blocks", self.num_blocks, 1)

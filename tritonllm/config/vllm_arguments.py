@@ -94,7 +94,6 @@ class VllmEngine:
     allow_deprecated_quantization: Any = False
     cpu_offload_gb: Any = 0
     # the cache and the schedule
-    kv_cache_dtype: Any = "auto"
     kv_cache_memory_bytes: Any = None
     calculate_kv_scales: Any = None
     prefix_caching_hash_algo: Any = None

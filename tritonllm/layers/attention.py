@@ -282,7 +282,7 @@ class Attention(nn.Module):
         if spec.own_keys:
             turned = None if cos_sin_cache is None else positions
             heads = {**self._heads(cos_sin_cache), "constant_weight": self._normed_with_rope}
-            heads["batch_invariant"] = self.batch_invariant
+            heads |= {"batch_invariant": self.batch_invariant, **kv_cache.scales}
             slots = metadata.slot_mapping if local is None else local.slot_mapping
             q = qk_norm_rope_store(qkv, kv_cache.k, kv_cache.v, slots, turned, **heads)
         else:
@@ -300,7 +300,8 @@ class Attention(nn.Module):
         """This layer with an engine's cache: bound in the first step."""
         bound = self._bound
         if bound is None or bound.k_cache is not kv_cache.k or bound.heads.cos_sin_cache is not cos_sin_cache:
-            heads = {**self._heads(cos_sin_cache), **self._options(), "workspace": kv_cache.workspace}
+            heads = {**self._heads(cos_sin_cache), **self._options(), **kv_cache.scales}
+            heads["workspace"] = kv_cache.workspace
             bound = bind_layer(self.spec.num_heads, self.qkv.dtype, kv_cache.k, kv_cache.v, **heads)
             self._bound = bound
         return bound
@@ -348,6 +349,7 @@ def invariant_attention(
 ) -> torch.Tensor:
     """:func:`paged_attention` in which each token's result depends on its sequence alone."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    options |= kv_cache.scales
     token = sequence = 0
     decode, verify, chunk = metadata.segments
     starts = (metadata.decode_starts, lambda: metadata.verify_starts, lambda: metadata.cu_seqlens_q)
@@ -398,6 +400,7 @@ def paged_attention(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     cache, tables, lens = (kv_cache.k, kv_cache.v), metadata.block_tables, metadata.seq_lens
     everywhere = {"scale": scale, "softcap": softcap, "sinks": sinks, "workspace": kv_cache.workspace}
+    everywhere |= kv_cache.scales
     by_position = {"window": window, "alibi_slopes": alibi_slopes}
     if metadata.cascade is not None and window is None and alibi_slopes is None:
         most = metadata.max_decode_len

@@ -81,7 +81,7 @@ def attend(
     """``q[T, H, D]``, of all heads -> the same and lse ``[T, H]`` float32, over this rank's keys alone; keywords as of
     :func:`split_attention`. Queries that see none of them get an lse of -inf."""
     cache, n = (kv_cache.k, kv_cache.v), len(keys.seq_lens)
-    numbers = {**numbers, "workspace": kv_cache.workspace, "return_lse": True}
+    numbers = {**numbers, **kv_cache.scales, "workspace": kv_cache.workspace, "return_lse": True}
     outs, lses = [], []
     if n:
         lengths = {"order": keys.order, "max_seqlen_k": keys.longest}

@@ -99,6 +99,16 @@ class CacheShape(NamedTuple):
         return 2 * self.heads * self.size
 
 
+class KVScales(NamedTuple):
+    """Numbers by which a layer's keys and values are divided before they are stored, for a cache of a narrow dtype."""
+
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+
+
+UNSCALED = KVScales()
+
+
 @dataclass(frozen=True)
 class KVCacheView:
     """One layer's paged keys and values.
@@ -107,8 +117,15 @@ class KVCacheView:
         k, v: each ``[P, S, K, D]``.
         workspace: zeros that all layers' decode attention may share, see
             :func:`~tritonllm.kernels.paged_decode_attention`; ``None`` makes new ones in each call.
+        divided_by: the scales of what lies in the cache.
     """
 
     k: torch.Tensor
     v: torch.Tensor
     workspace: torch.Tensor | None = None
+    divided_by: KVScales = UNSCALED
+
+    @property
+    def scales(self) -> dict[str, float]:
+        """The scales as keywords of the kernels that write or read this cache."""
+        return self.divided_by._asdict()

@@ -27,7 +27,7 @@ from torch.library import Library, infer_schema
 from tritonllm.kernels.dense.linear import MAX_M
 from tritonllm.kernels.runtime.registry import NAMESPACE
 from tritonllm.layers.head import Head
-from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
+from tritonllm.layers.metadata import AttentionMetadata, KVCacheView, KVScales
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.fallback_attention import PagedStep
 from tritonllm.models.fallback_decoder import TransformersDecoder
@@ -311,6 +311,10 @@ class CompiledModel:
     @property
     def spec(self) -> ModelFacts:
         return self._model.spec
+
+    @property
+    def kv_scales(self) -> Sequence[KVScales]:
+        return self._model.kv_scales
 
     @property
     def classifier(self) -> Head | None:

@@ -1,7 +1,7 @@
 """The one decoder: every supported architecture is a :class:`ModelSpec` over this module and its layers
 (:mod:`tritonllm.models.decoder_layer`)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -21,7 +21,7 @@ from tritonllm.layers.head import Head
 from tritonllm.layers.invariance import SEPARATE, make_batch_invariant
 from tritonllm.layers.layer_inputs import LayerInputs
 from tritonllm.layers.linear import Embedding, Linear, put_beside
-from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
+from tritonllm.layers.metadata import UNSCALED, AttentionMetadata, KVCacheView, KVScales
 from tritonllm.layers.norm import Norm
 from tritonllm.layers.parameters import empty_parameter
 from tritonllm.layers.residual import Stream
@@ -120,6 +120,7 @@ class Decoder(nn.Module):
         self._heads = {(spec.num_heads, spec.num_kv_heads, spec.head_size) for spec in specs}
         group.reserve(spec.hidden_size, dtype)
         self.quantization: str | None = None
+        self.scales_of_layers: Mapping[int, KVScales] = {}
         self.fuse_anew()
         if batch_invariant:
             make_batch_invariant(self)
@@ -129,6 +130,11 @@ class Decoder(nn.Module):
         self._scalings = [scaling for scaling in dict.fromkeys(scalings) if scaling is not None]
         self._scaling_of_layer = [None if one is None else self._scalings.index(one) for one in scalings]
         self._running: range | tuple[int, ...] = range(self.spec.num_layers)
+
+    @property
+    def kv_scales(self) -> list[KVScales]:
+        """For each layer here, by what keys and values are divided in a narrow cache."""
+        return [self.scales_of_layers.get(layer, UNSCALED) for layer in self.stage.layers]
 
     def fuse_anew(self) -> None:
         """Decide what is fused by the layers as they are now, before the first step."""

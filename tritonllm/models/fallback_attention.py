@@ -74,7 +74,7 @@ class PagedStep:
         """``q[T, H, D]``, ``k[T, K, D]`` and ``v[T, K, D]`` -> ``[T, H, D]``; stores the keys and values."""
         place = layer - self.first
         cache = self.kv_cache[place]
-        store_kv(k, v, cache.k, cache.v, self.metadata.slot_mapping)
+        store_kv(k, v, cache.k, cache.v, self.metadata.slot_mapping, **cache.scales)
         if self.metadata.stored is not None:
             self.metadata.stored(place)
         options: dict[str, Any] = {"scale": scale, "window": self.windows[place], "softcap": softcap, "sinks": sinks}
@@ -82,7 +82,7 @@ class PagedStep:
             tables, starts = self.metadata.block_tables, self.metadata.decode_starts()
             batch = cache.k, cache.v, tables, starts, self.metadata.seq_lens
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
-            batch_invariant_attention(q, *batch, max_seqlen_q=1, out=out, **options)
+            batch_invariant_attention(q, *batch, max_seqlen_q=1, out=out, **options, **cache.scales)
             return out
         return paged_attention(q, self.metadata, cache, **options)
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tritonllm.dist.group import ALONE, Group
-from tritonllm.layers.metadata import AttentionMetadata, CacheShape, KVCacheView
+from tritonllm.layers.metadata import UNSCALED, AttentionMetadata, CacheShape, KVCacheView, KVScales
 from tritonllm.layers.segments import Segment, Segments, decodes
 from tritonllm.models.fallback_attention import PAGED, PROBE, LayerCall, PagedStep, RecordedCalls
 from tritonllm.models.fallback_invariance import tokens_alone
@@ -134,6 +134,11 @@ class TransformersDecoder(nn.Module):
             raise refused(spec.architecture, str(error)) from error
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:  # of the model's own code
             raise refused(spec.architecture, f"its code stops with {type(error).__name__}: {error}") from error
+
+    @property
+    def kv_scales(self) -> list[KVScales]:
+        """Scales of each layer, as in :class:`~tritonllm.models.decoder.Decoder`. Transformers reads none."""
+        return [UNSCALED] * self.spec.num_layers
 
     @property
     def columns_in(self) -> int:

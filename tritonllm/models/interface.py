@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from tritonllm.layers.head import Head, HeadSpec
-from tritonllm.layers.metadata import AttentionMetadata, CacheShape, KVCacheView
+from tritonllm.layers.metadata import AttentionMetadata, CacheShape, KVCacheView, KVScales
 
 
 class ModelFacts(Protocol):
@@ -85,6 +85,8 @@ class CausalLM(Protocol):
     def spec(self) -> ModelFacts: ...
     @property
     def work(self) -> Sequence[LayerWork]: ...
+    @property
+    def kv_scales(self) -> Sequence[KVScales]: ...
 
     def __call__(
         self,

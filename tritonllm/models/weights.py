@@ -31,6 +31,7 @@ from tritonllm.models.formats.joining import join
 from tritonllm.models.formats.keeping import Arrival
 from tritonllm.models.formats.narrow_tensor import NarrowTensor
 from tritonllm.models.formats.registry import format_in
+from tritonllm.models.kv_scales import check_same_scale, is_kv_scale, kv_scales_of, without_kv_scales
 from tritonllm.models.shards import Cut, Once, Split, cuts, expert_splits, keep_part, local_shape, splits
 from tritonllm.models.slots import PIECE, Slot, parameter_shape, unfilled
 from tritonllm.models.spec import ModelSpec
@@ -92,12 +93,16 @@ def load_weights(
         ValueError: no files; a file absent, truncated or corrupt; a tensor missing, left over, there twice, of a wrong
             shape or of a type that is neither floating point nor of the checkpoint's narrow format; a narrow weight
             without its scales; an output projection that differs from the embeddings where ``config.json`` says they
-            are tied. Nothing has been copied then. Last, values that are NaN or infinite in the model's dtype, unless
-            ``allow_nan``.
+            are tied; a bad scale of the cache (:mod:`tritonllm.models.kv_scales`). Nothing has been copied then. Last,
+            values that are NaN or infinite in the model's dtype, unless ``allow_nan``.
     """
-    stored = join(stored_tensors(folder, load_format), format_in(folder))
+    every = stored_tensors(folder, load_format)
+    weights, scales = without_kv_scales(every)
+    stored = join(weights, format_in(folder))
     plan = _plan(model, stored, f"{folder}: ")
     _check_twins(plan.twins, lambda name: _digest_in_file(name, stored[name]))
+    layers = model.whole.num_layers
+    model.scales_of_layers = kv_scales_of(scales, lambda name: _scale_in_file(name, every[name]), layers)
     later = DeferredWeights(model, device or torch.device("cpu"), plan.cuts, then)
     parameters = _parameters(model)
     total = sum(plan.share_of(name) * stored[name].num_bytes for name in plan.slots)
@@ -128,8 +133,10 @@ def copy_tensors(model: Decoder, tensors: Mapping[str, torch.Tensor]) -> None:
     Raises:
         ValueError: as for :func:`load_weights`. Nothing has been copied then.
     """
-    plan = _plan(model, {name: describe(tensor) for name, tensor in tensors.items()}, "")
+    stored, scales = without_kv_scales({name: describe(tensor) for name, tensor in tensors.items()})
+    plan = _plan(model, stored, "")
     _check_twins(plan.twins, lambda name: _digest(tensors[name]))
+    model.scales_of_layers = kv_scales_of(scales, lambda name: tensors[name], model.whole.num_layers)
     parameters = _parameters(model)
     for name, parts in plan.cuts.items():
         for cut in parts:
@@ -293,8 +300,12 @@ class WeightWriter:
         """Check that a weight can be written.
 
         Raises:
-            ValueError: no place for it, a wrong shape or type, or NaN or infinite values.
+            ValueError: no place for it, a wrong shape or type, or NaN or infinite values; a scale of the cache that is
+                another than the engine's.
         """
+        if is_kv_scale(name):
+            check_same_scale(name, tensor, self._model.scales_of_layers)
+            return
         stored = describe(tensor)
         if self._is_nothing(name, stored):
             return
@@ -304,6 +315,8 @@ class WeightWriter:
 
     def _is_nothing(self, name: str, stored: StoredTensor) -> bool:
         """Whether a checkpoint may have a tensor that the model has not."""
+        if is_kv_scale(name):
+            return True
         return name not in self._accepted and (is_derived(name, stored) or is_extra(self._model.spec, name))
 
     @torch.no_grad()
@@ -416,6 +429,12 @@ def _digest_in_file(name: str, stored: Stored) -> bytes:
         if isinstance(stored, NarrowTensor):
             return _digest(stored.piece(file, None, None, torch.device("cpu")).widen(torch.float32))
         return _digest(file.get(name))
+
+
+def _scale_in_file(name: str, stored: StoredTensor) -> torch.Tensor:
+    assert stored.path is not None
+    with open_tensors(stored.path) as file:
+        return file.get(name).clone()  # the file is closed
 
 
 def _digest(tensor: torch.Tensor) -> bytes:

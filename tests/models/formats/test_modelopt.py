@@ -35,7 +35,7 @@ def fp8(shape, generator):
 @pytest.mark.parametrize("form", [nvfp4, fp8])
 def test_weights(tmp_path, form):
     config = {"quant_method": "modelopt", "quant_algo": form.__name__.upper(), "ignore": ["lm_head"]}
-    cache = {"model.layers.0.self_attn.k_proj.k_scale": torch.ones(())}
+    cache = {f"model.layers.0.self_attn.{kind}_proj.{kind}_scale": torch.ones(()) for kind in "kv"}
     fields = {"num_hidden_layers": 2, "intermediate_size": 96}
     check_pair(write_pair(tmp_path, "llama", form, config, change=lambda t: t.update(cache), **fields))
 

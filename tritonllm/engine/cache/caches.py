@@ -4,18 +4,20 @@ A block has the same number in all of them, and moves in all of them at once: th
 that are written to and shared, of a tree's slots, to and from the tier) are issued here.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from tritonllm.config.engine import EngineConfig
 from tritonllm.engine.cache.block_copies import BlockCopies
 from tritonllm.engine.cache.engine_memory import EngineMemory
 from tritonllm.engine.cache.host_copies import HostCopies, device_bytes
-from tritonllm.engine.cache.kv_cache import block_bytes, layers_of_pools, make_cache
+from tritonllm.engine.cache.kv_cache import NARROW, block_bytes, cache_dtype, layers_of_pools, make_cache
 from tritonllm.engine.cache.layer_copies import LayerCopies
 from tritonllm.engine.cache.layer_marks import Marks
 from tritonllm.engine.data.step import Step
 from tritonllm.engine.drafts.draft_model import DraftModel
-from tritonllm.layers.metadata import KVCacheView
+from tritonllm.layers.metadata import KVCacheView, KVScales
 from tritonllm.models.interface import CausalLM
 from tritonllm.system.host_memory import slots_for
 
@@ -30,6 +32,7 @@ class Caches:
 
     Attributes:
         models: the model, and the draft model if there is one.
+        dtype: the dtype of the keys and values in all of them.
         views: a view of the cache for each of the model's layers.
         copies: for each pool of each model, the object that copies blocks within it.
         host: the second tier; ``None`` without one, and before :meth:`add_tier`.
@@ -37,6 +40,7 @@ class Caches:
 
     def __init__(self, model: CausalLM, draft: DraftModel | None, config: EngineConfig, device: torch.device) -> None:
         self.models: list[CausalLM] = [model] if draft is None else [model, draft.model]
+        self.dtype = cache_dtype(config.cache, model.dtype)
         self.views: list[KVCacheView] = []
         self.copies: list[BlockCopies] = []
         self.host: HostCopies | None = None
@@ -47,9 +51,18 @@ class Caches:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers, keys and values, the draft model's included."""
-        extra, dtype = 0 if self._draft is None else self._draft.extra_bytes, self.models[0].dtype
+        extra = 0 if self._draft is None else self._draft.extra_bytes
         sizes = zip(self.models, self._block_sizes, strict=False)
-        return extra + sum(block_bytes(model.spec, dtype, size) for model, size in sizes)
+        return extra + sum(block_bytes(model.spec, self.dtype, size) for model, size in sizes)
+
+    @property
+    def layout(self) -> object:
+        """What tells caches apart in which equal keys lie as other bytes, by its ``repr``."""
+        return self.dtype, [self._scales_of(model) for model in self.models]
+
+    def _scales_of(self, model: CausalLM) -> Sequence[KVScales] | None:
+        """The checkpoint's scales, of which only a narrow cache makes use."""
+        return model.kv_scales if self.dtype is NARROW else None
 
     @property
     def host_slots(self) -> int:
@@ -71,9 +84,11 @@ class Caches:
 
     def allocate(self, num_blocks: int, memory: EngineMemory | None = None) -> None:
         """Blocks of the same numbers for each model, from ``memory``; by default torch's."""
-        where, dtype = (self._device, memory), self.models[0].dtype
         sizes = zip(self.models, self._block_sizes, strict=False)
-        made = [make_cache(model.spec, dtype, num_blocks, size, *where) for model, size in sizes]
+        made = [
+            make_cache(model.spec, self.dtype, num_blocks, size, self._device, memory, self._scales_of(model))
+            for model, size in sizes
+        ]
         self.views, self.copies = made[0][0], [one for _, copies in made for one in copies]
         if self._draft is not None:
             self._draft.take_cache(made[1][0])

@@ -256,6 +256,8 @@ class EngineMemory:
         _check_same(current.whole, spec, folder)
         if isinstance(current, Decoder):
             staged = stage_model(folder, current, **how)
+            if staged.kv_scales != current.kv_scales:
+                raise _another(folder, "k_scale or v_scale")
             return partial(_take_all, current, staged)
         sizes: dict[str, Any] = {"dtype": current.dtype, "device": CPU, "max_model_len": self._limit}
         if form == "dummy" and current.is_whole:  # a seed gives other values on the host

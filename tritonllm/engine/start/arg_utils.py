@@ -45,6 +45,7 @@ class EngineArgs(VllmEngine):
     cpu_cache_bytes: int | None = None
     enable_prefix_caching: bool | None = None
     kv_offloading_size: float | None = None
+    kv_cache_dtype: str = "auto"
     swap_space: float | None = None
     kv_transfer_config: str | dict[str, Any] | KVTransferConfig | None = None
     max_num_seqs: int | None = None

@@ -5,7 +5,8 @@ import sys
 
 import torch
 
-from tritonllm.config.engine import EngineConfig, ModelConfig, SchedulerConfig
+from tritonllm.config.engine import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from tritonllm.engine.cache.kv_cache import NARROW, cache_dtype
 from tritonllm.kernels.dense.cpu import multiplies_bfloat16
 from tritonllm.models.interface import ModelFacts
 from tritonllm.models.sentence_transformers import SentenceModules
@@ -61,6 +62,19 @@ def resolve_dtype(
             "use dtype='float16'"
         )
     return dtype
+
+
+def check_cache(config: CacheConfig, dtype: torch.dtype, device_type: str, capability: tuple[int, int]) -> None:
+    """Check that a model of ``dtype`` can have such a cache on the device.
+
+    Raises:
+        ValueError: ``kv_cache_dtype`` contradicts ``dtype``, or is narrow on a GPU that knows no float8.
+    """
+    if cache_dtype(config, dtype) is NARROW and device_type == "cuda" and capability < (8, 9):
+        raise ValueError(
+            f"kv_cache_dtype={config.kv_cache_dtype!r} needs a GPU of compute capability 8.9 or more, this one has "
+            f"{capability[0]}.{capability[1]}: leave it out"
+        )
 
 
 def length_limit(config: ModelConfig, spec: ModelFacts, modules: SentenceModules | None = None) -> int:

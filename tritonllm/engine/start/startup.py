@@ -13,7 +13,7 @@ import torch
 from tritonllm.config.engine import EngineConfig, ModelConfig, max_concurrency
 from tritonllm.dist.pipeline import Team
 from tritonllm.engine.cache.engine_memory import EngineMemory
-from tritonllm.engine.cache.kv_cache import block_bytes
+from tritonllm.engine.cache.kv_cache import block_bytes, cache_dtype
 from tritonllm.engine.drafts.draft_model import load_draft, read_draft_spec
 from tritonllm.engine.schedule.host_tier import HostTier
 from tritonllm.engine.schedule.policy import policy_of
@@ -24,6 +24,7 @@ from tritonllm.engine.start.kv_start import check_blocks, make_transfer
 from tritonllm.engine.start.precompile import Target
 from tritonllm.engine.start.ranks import Executor, Ranks
 from tritonllm.engine.start.resolve import (
+    check_cache,
     gains_from_bfloat16,
     length_limit,
     length_that_fits,
@@ -106,8 +107,8 @@ def log_ready(
     assert cache.num_blocks is not None and length is not None
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
     logger.info(
-        "%s (%s) is ready on %s after %.1f s: KV cache of %d blocks of %d tokens (%.2f GB), %d CUDA graphs, up to %d "
-        "sequences of %d tokens, prefix cache %s",
+        "%s (%s) is ready on %s after %.1f s: KV cache of %d blocks of %d tokens (%.2f GB of %s), %d CUDA graphs, "
+        "up to %d sequences of %d tokens, prefix cache %s",
         spec.architecture,
         str(dtype).removeprefix("torch."),
         name,
@@ -115,6 +116,7 @@ def log_ready(
         cache.num_blocks,
         config.block_tokens,
         cache.num_blocks * runner.block_bytes / 1e9,
+        str(runner.caches.dtype).removeprefix("torch."),
         runner.num_graphs,
         config.scheduler.max_num_seqs,
         length,
@@ -232,6 +234,7 @@ def prepare(config: EngineConfig, origin: Origin, device_index: int = 0) -> Prep
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     gains = device.type == "cpu" and gains_from_bfloat16(spec)
     dtype = resolve_dtype(config.model.dtype, device.type, capability, spec.dtype, bfloat16_on_cpu=gains)
+    check_cache(config.cache, dtype, device.type, capability)
     return Prepared(settings_for(config, spec, origin.limit), device, dtype)
 
 
@@ -370,7 +373,8 @@ def load_parts(config: EngineConfig, ranks: Ranks) -> EngineParts:
             ranks.begin()
             prepared = prepare(config, origin, ranks.device_index)
             device, dtype = prepared.device, prepared.dtype
-            check_blocks(prepared.config, connector, block_bytes(spec, dtype, config.block_tokens))
+            each = block_bytes(spec, cache_dtype(config.cache, dtype), config.block_tokens)
+            check_blocks(prepared.config, connector, each)
             if compiler is not None and device.type == "cuda":
                 gpu = gpu_at(device.index or 0)
                 compiler.begin(Target(gpu.arch, name_in_tables(gpu), dtype, origin.limit))
@@ -385,7 +389,11 @@ def load_parts(config: EngineConfig, ranks: Ranks) -> EngineParts:
     tier, stages = tier_of(config, runner), team.pipe.stages
     how: dict[str, Any] = {"enable_prefix_caching": config.cache.enable_prefix_caching, "policy": policy}
     scheduler = Scheduler(config.scheduler, config.block_tokens, *limits, drafting, tier, stages, **how)
-    identity = checkpoint.read_config(folder), origin.limit, (dtype, config.block_tokens, runner.block_bytes)
+    identity = (
+        checkpoint.read_config(folder),
+        origin.limit,
+        (dtype, runner.caches.layout, config.block_tokens, runner.block_bytes),
+    )
     with_parts = [model for model in models if model is not None]
     fingerprint = model_fingerprint(with_parts, *identity, team.exchange.group)
     slots = [] if runner.host is None else runner.host.memory

@@ -109,7 +109,7 @@ class ModelRunner:
         shares = shares and team.context.size == 1  # whose ranks merge theirs
         shares = shares and team.exchange.size == 1  # whose engines replay graphs of one room, shared prefix or not
         if config.cache.enable_prefix_caching and shares:  # else only siblings share
-            each = block_bytes(model.spec, self._dtype, self._block_tokens) // len(model.spec.caches)
+            each = block_bytes(model.spec, self.caches.dtype, self._block_tokens) // len(model.spec.caches)
             self._planner = CascadePlanner(self._block_tokens, each)
         self._builder = self._make_builder()
         if isinstance(model, Decoder):
@@ -145,7 +145,8 @@ class ModelRunner:
 
     @property
     def _regimes(self) -> Regimes:
-        if self._config.deterministic and self.drafts.most:  # its attention wants a bound that the device cannot pass
+        passed = self._config.deterministic and self.drafts.most  # attention wants a bound that the device cannot pass
+        if passed or self.caches.dtype != self._dtype:  # of a narrow cache's keys no kernel is for few
             return Regimes(lambda sequences: 0, self._sizes.max_model_len)
         return Regimes(cache(self._model.short_keys), self._sizes.max_model_len)  # captured steps ask in each step
 

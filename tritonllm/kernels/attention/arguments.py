@@ -103,3 +103,8 @@ class Scales(NamedTuple):
     @property
     def given(self) -> bool:
         return self.k_scale is not None or self.v_scale is not None or self.k_factor != 1 or self.v_factor != 1
+
+    def divide(self, dtype: torch.dtype, cache: torch.Tensor) -> bool:
+        """Whether what is stored in ``cache``, of rows of ``dtype``, is divided. In a narrow cache always: its scales
+        are read with the weights, and what is compiled must be known before."""
+        return self.given or cache.dtype != dtype

@@ -172,7 +172,7 @@ def _store_kv(k: torch.Tensor, v: torch.Tensor, slots: Slots, scales: Scales) ->
         BLOCK_SIZE=k_cache.shape[1],
         KV_HEADS=kv_heads,
         HEAD_SIZE=head_size,
-        SCALED=k_cache.dtype != k.dtype or scales.given,
+        SCALED=scales.divide(k.dtype, k_cache),
         **config,
         **dependent_launch(k.device, programs),
     )

@@ -1,6 +1,5 @@
 """From the tensors of files to the weights that they are of: each format says which tensors belong together."""
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,7 +13,7 @@ from tritonllm.models.tensor_files import StoredTensor, TensorFile, open_tensors
 
 SCALE_TYPES = ("F32", "BF16", "F16")
 
-# Scales of activations, which are not made narrow here, and of keys and values, which have the cache's own type.
+# Of activations, which are not made narrow here.
 _UNUSED = (
     "input_scale",
     "input_zero_point",
@@ -23,7 +22,6 @@ _UNUSED = (
     "output_scale",
     "output_zero_point",
 )
-_OF_THE_CACHE = re.compile(r"\.(q|k|v|kv|prob)_(scale|zero_point)$")
 
 
 class Headers:
@@ -145,7 +143,7 @@ class CheckpointFormat(Protocol):
 def join(stored: Mapping[str, StoredTensor], form: CheckpointFormat) -> dict[str, StoredTensor | NarrowTensor]:
     """The weights of a checkpoint: those that are narrow, and all other tensors as they are.
 
-    Scales of activations and of the cache's keys and values are left out: nothing computes with them.
+    Scales of activations are left out: nothing computes with them.
 
     Raises:
         ValueError: as :meth:`CheckpointFormat.claim`; or a weight is there narrow and as it is.
@@ -165,6 +163,6 @@ def join(stored: Mapping[str, StoredTensor], form: CheckpointFormat) -> dict[str
             if weight in joined or (weight in stored and weight not in used):
                 raise ValueError(f"tensors {weight} and {name} hold the same weights; a checkpoint must have one")
             joined[weight] = narrow
-        elif name not in used and not (found and _OF_THE_CACHE.search(name)):
+        elif name not in used:
             joined[name] = tensor
     return joined

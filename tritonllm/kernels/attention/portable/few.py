@@ -251,7 +251,7 @@ def launch(
     few_kernel[(pairs, parts)](
         *(q, k_cache, v_cache, block_tables, seq_lens, args.out, args.lse, args.sinks, args.alibi_slopes),
         *(args.k_scale, args.v_scale, part, part_lse, workspace if parts > 1 else None),
-        **projection_arguments(q, projection),
+        **projection_arguments(q, k_cache, projection),
         scale=args.scale,
         v_factor=args.v_factor,
         window=args.window,

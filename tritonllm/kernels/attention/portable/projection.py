@@ -21,7 +21,7 @@ class Projection(NamedTuple):
     scales: Scales
 
 
-def projection_arguments(q: torch.Tensor, projection: Projection | None) -> dict[str, Any]:
+def projection_arguments(q: torch.Tensor, k_cache: torch.Tensor, projection: Projection | None) -> dict[str, Any]:
     """The kernel's arguments that only matter with a projection."""
     if projection is None:
         names = ("slot_ptr", "positions_ptr", "cos_sin_ptr", "q_weight_ptr", "k_weight_ptr")
@@ -45,7 +45,7 @@ def projection_arguments(q: torch.Tensor, projection: Projection | None) -> dict
         "HALF": 0 if table is None else table.shape[1] // 2,
         "PAIRS": heads.interleaved,
         "PER_HEAD": heads.q_weight is not None and heads.q_weight.dim() == 2,
-        "SCALED": scales.given,
+        "SCALED": scales.divide(q.dtype, k_cache),
     }
 
 
