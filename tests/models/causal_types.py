@@ -71,6 +71,7 @@ _MORE: dict[str, dict[str, Any]] = {
     "gemma4_text": {"vocab_size_per_layer_input": VOCABULARY},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},  # those of published models
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "mimo_v2_flash": {"head_dim": 24},  # of which a third rotates
     "mamba2": {"num_heads": 8},
     "llama4_text": {"num_experts_per_tok": 1},
     "zaya": {"num_experts_per_tok": 1},

@@ -114,6 +114,7 @@ EXPERTS = {  # of each family so many that 4 ranks have equally many
     "dbrx": {},
     "gemma4_text": {},
     "laguna": {},
+    "mimo_v2_flash": {},
 }
 
 

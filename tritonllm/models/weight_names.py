@@ -236,8 +236,8 @@ def _linear(
 
 
 def _attention(hidden: int, spec: AttentionSpec, names: WeightNames, theirs: str, ours: str) -> Iterator[Entry]:
-    head, heads, kv_heads = spec.head_size, spec.num_heads, spec.num_kv_heads
-    rows = [count * head for count in spec.projected_heads]
+    heads, kv_heads, of_heads = spec.num_heads, spec.num_kv_heads, spec.num_heads * spec.output_size
+    rows = [count * size for count, size in spec.projections]
     if len(names.qkv) == 1:
         rows = [sum(rows)]
     order = _order_by_group(heads, kv_heads) if names.qkv_by_group else None
@@ -255,15 +255,13 @@ def _attention(hidden: int, spec: AttentionSpec, names: WeightNames, theirs: str
             order=order,
         )
         start += count
-    yield from _linear(
-        theirs + names.o, f"{ours}.o", hidden, heads * head, bias=spec.o_bias, transposed=names.transposed
-    )
+    yield from _linear(theirs + names.o, f"{ours}.o", hidden, of_heads, bias=spec.o_bias, transposed=names.transposed)
     if spec.qk_norm is not None:
         norms = [(names.q_norm, "q_norm", heads), (names.k_norm, "k_norm", kv_heads)]
         for name, place, count in norms if spec.own_keys else norms[:1]:
             yield from _head_norm(spec, names, theirs + name, f"{ours}.{place}", count)
     if spec.output_gate:
-        gates = heads * head // spec.gate_size
+        gates = of_heads // spec.gate_size
         yield from _linear(theirs + names.gate, f"{ours}.gate", gates, spec.input_size or hidden, bias=False)
     if spec.sinks:
         yield theirs + names.sinks, Slot(parameter=f"{ours}.sinks", shape=(heads,))

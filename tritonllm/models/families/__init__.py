@@ -33,6 +33,7 @@ from tritonllm.models.families import (
     laguna,
     llama,
     llama4,
+    mimo,
     ministral,
     nanochat,
     nemotron,
@@ -51,7 +52,7 @@ Config = Mapping[str, Any]
 
 _DENSE = (llama, ministral, granite, apertus, olmo, exaone, internlm, gemma, nemotron, gpt, gpt_neo, starcoder, alibi)
 _OTHERS = (cohere_compass, nanochat, gemma4, waves)
-_EXPERTS = (experts, sigmoid_experts, granite_moe, cohere_moe, llama4, aria, dbrx, laguna)
+_EXPERTS = (experts, sigmoid_experts, granite_moe, cohere_moe, llama4, aria, dbrx, laguna, mimo)
 _FILES = (*_DENSE, *_OTHERS, *_EXPERTS, ernie, hunyuan, bert)
 FAMILIES: dict[str, Family] = {name: family for file in _FILES for name, family in file.FAMILIES.items()}
 _ALIASES = {alias: name for name, family in FAMILIES.items() for alias in family.aliases}
