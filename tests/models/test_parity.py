@@ -203,6 +203,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": None,
         },
     ),
+    "phimoe-window": (
+        "phimoe",
+        {"sliding_window": 6, "lm_head_bias": False, "attention_bias": False, "num_local_experts": 16},
+    ),
     "mimo-v2-flash-plain": (
         "mimo_v2_flash",
         {

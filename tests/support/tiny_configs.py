@@ -348,6 +348,7 @@ _EXTRA: dict[str, dict[str, Any]] = {
     },
     "biogpt": {"hidden_act": "gelu", "scale_embedding": True, "tie_word_embeddings": True},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "phimoe": {"num_local_experts": 6, "lm_head_bias": True, "attention_bias": True},
     "qwen2_moe": {
         "num_experts": 6,
         "num_experts_per_tok": 3,
