@@ -33,7 +33,9 @@ class WeightNames:
         up: gate and up, or one projection that holds both, or the only one of an MLP without a gate.
         xielu: the activation's module, of an MLP whose activation has parameters (Apertus).
         transposed: whether weights of the blocks' projections are ``[in, out]``.
-        correction_bias_is_row: whether the tensor of the correction bias is ``[1, experts]`` (ERNIE 4.5).
+        router_transposed: whether the router's weight is ``[in, out]`` (ERNIE 4.5 VL).
+        correction_bias_rows: rows of the tensor of the correction bias, of which the first is meant (ERNIE 4.5); 0 if
+            it is no matrix.
         expert_up, expert_down: names of projections within one expert; without the first, experts are stacked only.
         stacked_up, stacked_down: names of tensors of all experts, where a checkpoint has those instead.
         shared_up, shared_down: names of projections within the shared MLP; ``shared_up`` as ``up``.
@@ -80,8 +82,9 @@ class WeightNames:
     down: str = "mlp.down_proj"
     transposed: bool = False
     router: str = "mlp.gate"
+    router_transposed: bool = False
     correction_bias: str = "mlp.gate.e_score_correction_bias"
-    correction_bias_is_row: bool = False
+    correction_bias_rows: int = 0
     experts: str = "mlp.experts"
     expert_up: tuple[str, ...] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
@@ -303,11 +306,14 @@ def _xielu(theirs: str, ours: str) -> Iterator[Entry]:
 
 
 def _moe(hidden: int, spec: MoESpec, names: WeightNames, theirs: str, ours: str) -> Iterator[Entry]:
-    yield from _linear(theirs + names.router, f"{ours}.router", spec.num_experts, hidden, bias=spec.router_bias)
+    router = f"{ours}.router"
+    how: dict[str, Any] = {"bias": spec.router_bias, "transposed": names.router_transposed}
+    yield from _linear(theirs + names.router, router, spec.num_experts, hidden, **how)
     if spec.correction_bias:
-        row = names.correction_bias_is_row
-        shape = (1, spec.num_experts) if row else (spec.num_experts,)
-        yield theirs + names.correction_bias, Slot(parameter=f"{ours}.correction_bias", shape=shape, is_row=row)
+        rows = names.correction_bias_rows
+        shape = (rows, spec.num_experts) if rows else (spec.num_experts,)
+        slot = Slot(parameter=f"{ours}.correction_bias", shape=shape, is_row=rows > 0)
+        yield theirs + names.correction_bias, slot
     if spec.apart is not None:
         yield theirs + names.router_norm, Slot(parameter=f"{ours}.norms.router.weight", shape=(hidden,))
         norms = (names.experts_norm, "experts"), (names.experts_post_norm, "after")

@@ -217,7 +217,7 @@ def _of_shared_keys(spec: ModelSpec, family: Family) -> set[str]:
 def is_extra(spec: ModelSpec, name: str) -> bool:
     """A tensor of the layers that draft tokens for this model, such as GLM-4.5's, and are not part of it."""
     family, _ = _find(spec.architecture)
-    if name in _of_shared_keys(spec, family):
+    if name in _of_shared_keys(spec, family) or family.is_extra(spec, name):
         return True
     if name.startswith(family.extra_names) or (spec.text_of and text_part.is_of_a_tower(name)):
         return True
