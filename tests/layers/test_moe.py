@@ -37,8 +37,9 @@ def want(moe: MoE, x: torch.Tensor) -> torch.Tensor:
     spec, rows = moe.spec, []
     for row in x:
         logits = F.linear(row, moe.router.weight, moe.router.bias)
-        scores = logits.sigmoid() if spec.scoring == "sigmoid" else logits.softmax(0)
-        choice = scores if moe.correction_bias is None else scores + moe.correction_bias
+        scores = logits.sigmoid() if "sigmoid" in spec.scoring else logits.softmax(0)
+        choice = logits if spec.scoring == "late_sigmoid" else scores
+        choice = choice if moe.correction_bias is None else choice + moe.correction_bias
         if spec.num_groups > 1:
             grouped = choice.view(spec.num_groups, -1)
             two_best = grouped.topk(2).values.sum(-1) if moe.correction_bias is not None else grouped.amax(-1)
@@ -81,6 +82,7 @@ SHARED = MLPSpec(intermediate_size=5, activation="silu")
         {"scoring": "sigmoid", "correction_bias": True},
         {"scoring": "sigmoid", "correction_bias": True, "num_groups": 2, "top_k_groups": 1},
         {"num_groups": 2, "top_k_groups": 1, "top_k": 1},
+        {"scoring": "late_sigmoid", "correction_bias": True},
         {"scoring": "sparsemixer", "renormalize": False},
         {"bias": True, "router_bias": True, "activation": "swigluoai"},
         {"shared": SHARED},

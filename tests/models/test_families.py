@@ -363,6 +363,7 @@ def test_bad_sizes(name, value):
             "partial_rotary_factor must be at most 1, got 2.0",
         ),
         ("ernie4_5_moe", {"moe_intermediate_size": []}, "moe_intermediate_size must be an integer of at least 1, got"),
+        ("kolibri1", {"sliding_window": None}, "sliding_window must be an integer of at least 1, got None"),
         ("phimoe", {"router_jitter_noise": 0.1}, "router_jitter_noise other than 0.01 is not supported, got 0.1"),
         ("mimo_v2_flash", {"v_head_dim": 32}, "value_size must be None or from 1 to 23, got 32"),
         ("mimo_v2_flash", {"swa_v_head_dim": 24}, "swa_v_head_dim other than 16 is not supported, got 24"),

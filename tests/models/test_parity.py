@@ -207,6 +207,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "phimoe",
         {"sliding_window": 6, "lm_head_bias": False, "attention_bias": False, "num_local_experts": 16},
     ),
+    "kolibri1-layers": (
+        "kolibri1",
+        {"num_hidden_layers": 5, "layer_types": None, "norm_topk_prob": True},
+    ),
     "mimo-v2-flash-plain": (
         "mimo_v2_flash",
         {

@@ -115,6 +115,7 @@ EXPERTS = {  # of each family so many that 4 ranks have equally many
     "gemma4_text": {},
     "laguna": {},
     "mimo_v2_flash": {},
+    "kolibri1": {},
     "phimoe": {"num_local_experts": 8},
 }
 

@@ -464,6 +464,15 @@ _EXTRA: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 1.0},
         },
     },
+    "kolibri1": {
+        "head_dim": 24,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
     "mimo_v2_flash": {
         "num_key_value_heads": 1,
         "head_dim": 24,

@@ -45,7 +45,7 @@ def reference(x, logits, w_gate_up, w_down, top_k, **kwargs):
     tokens=st.sampled_from([1, 1, 1, 0, 3]),  # of one, every program chooses
     dtype=st.sampled_from(FLOATS),
     activation=st.sampled_from(GATED_ACTIVATIONS),
-    scoring=st.sampled_from(["softmax", "sigmoid", "sparsemixer"]),
+    scoring=st.sampled_from(["softmax", "sigmoid", "late_sigmoid", "sparsemixer"]),
     renormalize=st.booleans(),
     direct=st.booleans(),
     has_biases=st.booleans(),

@@ -19,7 +19,7 @@ from tritonllm.kernels.runtime.registry import register_op, with_reference
 # Stands for NaN and -inf when experts are compared: less than any score, more than an expert that may not be taken.
 LOWEST = tl.constexpr(-1e38)
 
-SCORINGS = "softmax", "sigmoid", "sparsemixer"
+SCORINGS = "softmax", "sigmoid", "late_sigmoid", "sparsemixer"
 # How far, of its own size or the best one's, an expert's logit may be below the best one for SparseMixer to count it:
 # twice the noise that Phi-3.5-MoE was trained with.
 NEAR = tl.constexpr(0.02)
@@ -81,6 +81,7 @@ def choose_experts(p_logits, m_row, bias_ptr, TOP_K: tl.constexpr, ROUTING: tl.c
         place ``[ROWS, LANES]`` of each among the chosen, or ``TOP_K``.
     """
     SOFTMAX: tl.constexpr = ROUTING[0]
+    LATE: tl.constexpr = ROUTING[8]
     NUM_GROUPS: tl.constexpr = ROUTING[2]
     GROUP_SIZE: tl.constexpr = ROUTING[3]
     TOP_K_GROUPS: tl.constexpr = ROUTING[4]
@@ -94,7 +95,7 @@ def choose_experts(p_logits, m_row, bias_ptr, TOP_K: tl.constexpr, ROUTING: tl.c
     b_choice = b_logits
     if bias_ptr is not None:
         b_bias = tl.load(bias_ptr + expert, mask=m_expert, other=0.0).to(tl.float32)
-        b_choice = _scores(b_logits, SOFTMAX) + b_bias
+        b_choice = (b_logits if LATE else _scores(b_logits, SOFTMAX)) + b_bias
     b_choice = tl.where(b_choice > LOWEST, b_choice, LOWEST)  # also where it is NaN
     b_choice = tl.where(m_expert, b_choice, float("-inf"))
     if TOP_K_GROUPS < NUM_GROUPS:
@@ -171,7 +172,7 @@ def routing_constants(experts: int, rule: Rule) -> tuple[bool | int, ...]:
     group_size = experts // num_groups
     lanes = triton.next_power_of_2(num_groups), triton.next_power_of_2(group_size)
     rule_of_choice = renormalize, num_groups, group_size, top_k_groups
-    return (scoring == "softmax", *rule_of_choice, *lanes, scoring == "sparsemixer")
+    return (scoring == "softmax", *rule_of_choice, *lanes, scoring == "sparsemixer", scoring == "late_sigmoid")
 
 
 def default_route_config(experts: int, tokens: int) -> tuning.Config:
@@ -187,7 +188,8 @@ def _route(
     renormalize, scoring, num_groups, top_k_groups, scale, _ = rule
     logits = router_logits.float()
     scores = logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
-    choice = logits if bias is None else scores + bias.float()
+    choice = logits if bias is None or scoring == "late_sigmoid" else scores
+    choice = choice if bias is None else choice + bias.float()
     choice = choice.nan_to_num(nan=LOWEST.value, posinf=float("inf"), neginf=LOWEST.value).clamp(min=LOWEST.value)
     if top_k_groups < num_groups:
         grouped = choice.unflatten(-1, (num_groups, -1))
@@ -282,6 +284,7 @@ def moe_route(
     chosen. A group's score is its largest one (DeepSeek-V2) or, if there is a bias, the sum of its two largest
     (DeepSeek-V3).
 
+    ``late_sigmoid`` (Kolibri 1) has the bias added to the logits, not to their sigmoids, which are the weights.
     SparseMixer (Phi-3.5-MoE) weighs each chosen expert among those that were left when it was chosen, as a softmax over
     those whose logits are nearly as large as its own.
 
@@ -289,7 +292,8 @@ def moe_route(
         router_logits: ``[T, E]`` float16, bfloat16 or float32.
         top_k: experts a token.
         renormalize: divide the weights of a token by their sum.
-        scoring: ``"softmax"``, ``"sigmoid"`` or ``"sparsemixer"``, which has neither bias nor groups.
+        scoring: ``"softmax"``, ``"sigmoid"``, ``"late_sigmoid"``, or ``"sparsemixer"``, which has neither bias nor
+            groups.
         bias: ``[E]`` added for the choice only (DeepSeek-V3's correction bias).
         num_groups: divides ``E``; with ``top_k_groups``.
         top_k_groups: groups a token.

@@ -30,6 +30,7 @@ from tritonllm.models.families import (
     granite_moe,
     hunyuan,
     internlm,
+    kolibri,
     laguna,
     llama,
     llama4,
@@ -53,7 +54,7 @@ Config = Mapping[str, Any]
 
 _DENSE = (llama, ministral, granite, apertus, olmo, exaone, internlm, gemma, nemotron, gpt, gpt_neo, starcoder, alibi)
 _OTHERS = (cohere_compass, nanochat, gemma4, waves)
-_EXPERTS = (experts, sigmoid_experts, granite_moe, cohere_moe, llama4, aria, dbrx, laguna, mimo, phimoe)
+_EXPERTS = (experts, sigmoid_experts, granite_moe, cohere_moe, llama4, aria, dbrx, laguna, kolibri, mimo, phimoe)
 _FILES = (*_DENSE, *_OTHERS, *_EXPERTS, ernie, hunyuan, bert)
 FAMILIES: dict[str, Family] = {name: family for file in _FILES for name, family in file.FAMILIES.items()}
 _ALIASES = {alias: name for name, family in FAMILIES.items() for alias in family.aliases}
