@@ -116,8 +116,6 @@ EXPERTS = {  # of each family so many that 4 ranks have equally many
     "dbrx": {},
     "gemma4_text": {},
     "laguna": {},
-    "mimo_v2_flash": {},
-    "kolibri1": {},
     "phimoe": {"num_local_experts": 8},
 }
 
