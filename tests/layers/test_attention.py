@@ -56,6 +56,42 @@ def test_no_window_is_none_and_no_number(window):
         AttentionSpec(**sizes, window=window)
 
 
+def test_what_values_of_another_size_do_not_go_with():
+    sizes = {"num_heads": HEADS, "num_kv_heads": 1, "head_size": HEAD, "value_size": 8}
+    assert AttentionSpec(**sizes).projections == ((HEADS, HEAD), (1, HEAD), (1, 8))
+    for wrong in (
+        {"value_size": HEAD},
+        {"values_are_keys": True},
+        {"v_norm": NormSpec(kind="rms", eps=0.0, weight=False)},
+    ):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            AttentionSpec(**{**sizes, **wrong})
+    with pytest.raises(ValueError, match="values_are_keys with a value_size or value_scale"):
+        AttentionSpec(**{**sizes, "value_size": None, "values_are_keys": True, "value_scale": 2.0})
+
+
+def test_values_without_rest_are_whole_ones(device):
+    """Where what a projection gives behind each head's values is zero, and nothing reads it."""
+    small = make(device)
+    large = Attention(24, replace(small.spec), dtype=torch.float32, device=device)
+    small = Attention(24, replace(small.spec, value_size=8, value_scale=0.5), dtype=torch.float32, device=device)
+    keys = (HEADS + 1) * HEAD
+    for p in small.parameters():
+        p.normal_(0, 0.2)
+    large.qkv.weight.zero_()
+    large.qkv.weight[: keys + 8] = small.qkv.weight
+    large.qkv.weight[keys:] *= 0.5
+    large.o.weight.zero_()
+    large.o.weight.view(24, HEADS, HEAD)[..., :8] = small.o.weight.view(24, HEADS, 8)
+    x, step = torch.randn(6, 24, device=device), batch(2, [3, 1], device)
+    found = []
+    for layer in (small, large):
+        cache = KVCacheView(*(torch.full((4, BLOCK, 1, HEAD), torch.nan, device=device) for _ in range(2)))
+        table = layer.spec.rope.table(BLOCK).to(device)
+        found.append(run(layer, x, torch.tensor([0, 0, 0, 1, 2, 0], device=device), table, step, cache))
+    torch.testing.assert_close(*found)
+
+
 @pytest.mark.parametrize(("num_decodes", "chunks"), [(3, []), (0, [2, 4]), (2, [3, 1])])
 def test_launches_only_what_there_is(device, num_decodes, chunks):
     layer, metadata = make(device), batch(num_decodes, chunks, device)

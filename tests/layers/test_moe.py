@@ -37,8 +37,9 @@ def want(moe: MoE, x: torch.Tensor) -> torch.Tensor:
     spec, rows = moe.spec, []
     for row in x:
         logits = F.linear(row, moe.router.weight, moe.router.bias)
-        scores = logits.sigmoid() if spec.scoring == "sigmoid" else logits.softmax(0)
-        choice = scores if moe.correction_bias is None else scores + moe.correction_bias
+        scores = logits.sigmoid() if "sigmoid" in spec.scoring else logits.softmax(0)
+        choice = logits if spec.scoring == "late_sigmoid" else scores
+        choice = choice if moe.correction_bias is None else choice + moe.correction_bias
         if spec.num_groups > 1:
             grouped = choice.view(spec.num_groups, -1)
             two_best = grouped.topk(2).values.sum(-1) if moe.correction_bias is not None else grouped.amax(-1)
@@ -47,6 +48,8 @@ def want(moe: MoE, x: torch.Tensor) -> torch.Tensor:
             masked[kept] = grouped[kept]
             choice = masked.flatten()
         ids = choice.topk(spec.top_k).indices
+        if spec.scoring == "sparsemixer":
+            scores = sparsemixer(logits, ids)
         weights = scores[ids] / (scores[ids].sum() if spec.renormalize else 1)
         out = sum(w * spec.scale * expert(moe, row, int(e)) for w, e in zip(weights, ids, strict=True))
         if moe.shared is not None:
@@ -54,6 +57,17 @@ def want(moe: MoE, x: torch.Tensor) -> torch.Tensor:
             out = out + (shared if moe.shared_gate is None else shared * moe.shared_gate(row).sigmoid())
         rows.append(out)
     return torch.stack(rows)
+
+
+def sparsemixer(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Of each chosen expert what its part is of those left that are not further below it than a fiftieth."""
+    parts, left = torch.zeros_like(logits), dict(enumerate(logits.tolist()))
+    for chosen in ids.tolist():
+        best = left[chosen]
+        near = [s for s in left.values() if best - s <= 0.02 * max(abs(s), best)]
+        parts[chosen] = 1 / torch.tensor(near).sub(best).exp().sum()
+        del left[chosen]
+    return parts
 
 
 SHARED = MLPSpec(intermediate_size=5, activation="silu")
@@ -68,6 +82,8 @@ SHARED = MLPSpec(intermediate_size=5, activation="silu")
         {"scoring": "sigmoid", "correction_bias": True},
         {"scoring": "sigmoid", "correction_bias": True, "num_groups": 2, "top_k_groups": 1},
         {"num_groups": 2, "top_k_groups": 1, "top_k": 1},
+        {"scoring": "late_sigmoid", "correction_bias": True},
+        {"scoring": "sparsemixer", "renormalize": False},
         {"bias": True, "router_bias": True, "activation": "swigluoai"},
         {"shared": SHARED},
         {"shared": SHARED, "shared_gate": True},

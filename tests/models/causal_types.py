@@ -71,6 +71,7 @@ _MORE: dict[str, dict[str, Any]] = {
     "gemma4_text": {"vocab_size_per_layer_input": VOCABULARY},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},  # those of published models
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "mimo_v2_flash": {"head_dim": 24},  # of which a third rotates
     "mamba2": {"num_heads": 8},
     "llama4_text": {"num_experts_per_tok": 1},
     "zaya": {"num_experts_per_tok": 1},
@@ -81,6 +82,7 @@ _REASONS: dict[str, str] = {
     r"indexed_attention|compressed": "attention to keys that an indexer chooses",
     r"a window \(": "layers that keep a state instead of keys and values",
     r"attention interface": "attention that does not go through transformers' interface",
+    r"a mask of its own from": "attention with a mask that follows from the values",
     r"softmax attention once": "layers that attend twice or not at all, or run more than once",
     r"per-layer attribute": "heads that differ between layers",
     r"parameters are left|cannot be built": "not tried: its class cannot be made small",

@@ -675,6 +675,7 @@ MLA = {
         (config_of("deepseek_v3", **MLA), "keys have 24 elements and its values 16"),
         (config_of("bert"), "not causal"),
         (config_of("nemotron"), "does not pass keyword arguments on"),
+        (config_of("doge"), "its attention computes a mask of its own from transformers' one"),
         (config_of("diffllama"), r"those that do are \[0, 0, 1, 1, 2, 2\]"),
         (config_of("qwen3", head_dim=20), "multiples of 8 from 16 to 512, it has 20"),
     ],

@@ -203,6 +203,26 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": None,
         },
     ),
+    "phimoe-window": (
+        "phimoe",
+        {"sliding_window": 6, "lm_head_bias": False, "attention_bias": False, "num_local_experts": 16},
+    ),
+    "kolibri1-layers": (
+        "kolibri1",
+        {"num_hidden_layers": 5, "layer_types": None, "norm_topk_prob": True},
+    ),
+    "mimo-v2-flash-plain": (
+        "mimo_v2_flash",
+        {
+            "num_key_value_heads": 2,
+            "v_head_dim": 24,
+            "attention_bias": True,
+            "attention_value_scale": 0.5,
+            "n_group": 2,
+            "norm_topk_prob": False,
+            "layer_types": None,
+        },
+    ),
     "exaone-moe-pattern": (
         "exaone_moe",
         {"layer_types": None, "sliding_window_pattern": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0},

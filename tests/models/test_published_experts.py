@@ -9,7 +9,7 @@ import json
 import torch
 from safetensors.torch import load_file, save_file
 from support.checkpoints import edit, refused
-from support.real_configs import DBRX, GLM_4_6, LLAMA_4_SCOUT
+from support.real_configs import DBRX, GLM_4_6, LLAMA_4_SCOUT, MIMO_V2_FLASH
 from support.tiny_models import load_decoder
 from transformers import AutoConfig
 
@@ -36,6 +36,21 @@ def test_glm_4_6():
     assert experts.correction_bias and experts.renormalize and experts.shared.intermediate_size == 1536
     assert spec.max_position_embeddings == 202752
     assert 352e9 < parameters(spec) < 354e9  # 357 billion with the layer that drafts
+
+
+def test_mimo_v2_flash():
+    spec = spec_from_config(MIMO_V2_FLASH)
+    whole, sliding = spec.layers[5].attention, spec.layers[1].attention
+    assert [layer.attention.window for layer in spec.layers[:7]] == [None, *[129] * 4, None, 129]
+    assert (*whole.cache, *sliding.cache) == (4, 192, 8, 192) and (whole.value_size, whole.value_scale) == (128, 0.707)
+    assert (whole.rope.base, sliding.rope.base, whole.rope.rotary_dim) == (5e6, 1e4, 64)
+    assert (whole.sinks, sliding.sinks) == (False, True) and spec.max_position_embeddings == 262144
+    experts = spec.layers[1].mlp
+    assert isinstance(spec.layers[0].mlp, MLPSpec) and all(layer.mlp == experts for layer in spec.layers[1:])
+    assert (experts.num_experts, experts.top_k, experts.scoring, experts.scale) == (256, 8, "sigmoid", 1.0)
+    assert 308e9 < parameters(spec) < 310e9  # 309 billion
+    theirs = AutoConfig.for_model(**{k: v for k, v in MIMO_V2_FLASH.items() if k != "architectures"})
+    assert spec_from_config({**theirs.to_dict(), "architectures": MIMO_V2_FLASH["architectures"]}) == spec
 
 
 def test_llama_4_scout():

@@ -31,7 +31,7 @@ def slots_in_parameters(draw: st.DrawFn) -> tuple[Slot, tuple[int, ...]]:
         parameter = (experts, *parameter)
     is_row = kind == "plain" and draw(st.booleans())
     flat = kind == "all experts" and draw(st.booleans())
-    leading = (experts,) if kind == "all experts" else (1,) if is_row else ()
+    leading = (experts,) if kind == "all experts" else (draw(st.integers(1, 2)),) if is_row else ()
     whole = (experts * shape[0], *shape[1:]) if flat else (*leading, *shape)
     slot = Slot(
         parameter="p",
@@ -78,7 +78,7 @@ def test_write_and_read(case, piece):
     with mock.patch.object(slots, "PIECE", piece):
         slot.write(parameter, tensor)
     assert torch.equal(parameter.nan_to_num(), want.nan_to_num())
-    assert torch.equal(slot.read(parameter), tensor)
+    assert torch.equal(slot.read(parameter), tensor[:1].expand(slot.shape) if slot.is_row else tensor)
     place = slot.place(parameter)
     assert place.shape == slot.own_shape and not place.isnan().any()
     assert all(need <= have for need, have in zip(slot.reach(), shape, strict=True))

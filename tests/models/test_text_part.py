@@ -128,6 +128,19 @@ CASES = {
         {"out_hidden_size": 64, "deepstack_visual_indexes": []},
         QWEN,
     ),
+    "ernie4.5-vl": (
+        "ernie4_5_vl_moe",
+        {
+            "rope_parameters": {**MROPE, "mrope_section": [3, 3, 2]},
+            "moe_num_experts": 6,
+            "moe_k": 2,
+            "moe_intermediate_size": [24, 16],
+            "moe_num_shared_experts": 2,
+            **NO_HEAD,
+        },
+        {"spatial_merge_size": 2},
+        {"image_token_id": 90, "video_token_id": 91, "tie_word_embeddings": False},
+    ),
     "aria": (
         "aria",
         {"model_type": "aria_text", "moe_num_experts": 4, "moe_topk": 2},
@@ -184,6 +197,16 @@ def test_stacked_experts_as_published(tmp_path):
     logits = PagedRunner(load_decoder(tmp_path)).prefill(PagedSequence(), tokens)
     for model in (theirs, read):
         assert relative_error(logits, reference_logits(model, tokens)) < LIMIT
+
+
+def test_experts_for_images_are_left_out_of_a_checkpoint_of_more_than_text_alone(tmp_path):
+    write(tmp_path, "ernie4.5-vl")
+    tensors = load_file(tmp_path / "model.safetensors")
+    experts = [name for name in tensors if name.endswith(".mlp.experts.6.up_proj.weight")]
+    assert experts and "model.layers.1.mlp.gate.weight_1" in tensors  # as published
+    write_checkpoint(tmp_path, tiny_config("ernie4_5_moe", moe_num_experts=6))
+    edit(tmp_path, lambda own: own.update({name: tensors[name] for name in experts}))
+    refused(tmp_path, f"tensor {experts[0]} has no place".replace(".", r"\."))
 
 
 # What publishers have written: how text's tensors are called, those of towers, and the configuration.

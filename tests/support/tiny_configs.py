@@ -348,6 +348,7 @@ _EXTRA: dict[str, dict[str, Any]] = {
     },
     "biogpt": {"hidden_act": "gelu", "scale_embedding": True, "tie_word_embeddings": True},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "phimoe": {"num_local_experts": 6, "lm_head_bias": True, "attention_bias": True},
     "qwen2_moe": {
         "num_experts": 6,
         "num_experts_per_tok": 3,
@@ -462,6 +463,30 @@ _EXTRA: dict[str, dict[str, Any]] = {
             "full_attention": {"rope_type": "default", "rope_theta": 100000.0, "partial_rotary_factor": 0.5},
             "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 1.0},
         },
+    },
+    "kolibri1": {
+        "head_dim": 24,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "mimo_v2_flash": {
+        "num_key_value_heads": 1,
+        "head_dim": 24,
+        "v_head_dim": 16,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 100000.0, "partial_rotary_factor": 0.334},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.334},
+        },
+        "moe_intermediate_size": 24,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "sliding_window": 7,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "add_swa_attention_sink_bias": True,
     },
     "exaone_moe": {
         "head_dim": 24,

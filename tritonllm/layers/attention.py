@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 
 from tritonllm.config.checks import at_least
 from tritonllm.dist.group import ALONE, Group
@@ -93,6 +94,9 @@ class AttentionSpec:
         v_norm: the norm of each head's values; ``None`` for none.
         values_are_keys: values are what the projection to keys gives, before its norm and rotation (Gemma 4): there is
             no projection to values.
+        value_size: elements of one head's values, where these are fewer than its keys'; ``None`` if they are as many.
+            In the cache there are zeros behind them. Without ``values_are_keys`` and ``v_norm``.
+        value_scale: multiplies the values (MiMo V2). Without ``values_are_keys``.
         own_keys: whether the layer has keys and values of its own. If not, it reads those of an earlier layer and
             projects to queries alone; what concerns keys or values is then that layer's.
         output_gate: the function, ``sigmoid`` (AFMoE) or ``softplus`` (Laguna), of another projection of the layer's
@@ -121,6 +125,8 @@ class AttentionSpec:
     sinks: bool = False
     v_norm: NormSpec | None = None
     values_are_keys: bool = False
+    value_size: int | None = None
+    value_scale: float = 1.0
     own_keys: bool = True
     output_gate: Literal["sigmoid", "softplus"] | None = None
     output_gate_over: Literal["element", "head"] = "element"
@@ -145,6 +151,12 @@ class AttentionSpec:
             raise ValueError("query_scaling with a qk_norm or clip_qkv is not supported")
         if self.v_norm is not None and (self.v_norm.weight or self.v_norm.kind != "rms"):
             raise ValueError("v_norm must be an RMS norm without a weight")
+        if self.value_size is not None and not 1 <= self.value_size < self.head_size:
+            raise ValueError(f"value_size must be None or from 1 to {self.head_size - 1}, got {self.value_size}")
+        if self.values_are_keys and (self.value_size is not None or self.value_scale != 1.0):
+            raise ValueError("values_are_keys with a value_size or value_scale is not supported")
+        if self.v_norm is not None and self.value_size is not None:
+            raise ValueError("v_norm with a value_size is not supported")
         if self.alibi_slopes is not None and len(self.alibi_slopes) != self.num_heads:
             raise ValueError(f"alibi_slopes must have one entry for each of {self.num_heads} heads")
 
@@ -154,16 +166,22 @@ class AttentionSpec:
         return CacheShape(self.num_kv_heads, self.head_size)
 
     @property
-    def projected_heads(self) -> tuple[int, ...]:
-        """How many heads of queries, of keys and of values the projection has, as far as it has them."""
+    def projections(self) -> tuple[tuple[int, int], ...]:
+        """The heads that the projection gives of queries, of keys and of values: how many, and elements of one."""
+        queries, keys = (self.num_heads, self.head_size), (self.num_kv_heads, self.head_size)
         if not self.own_keys:
-            return (self.num_heads,)
-        return self.num_heads, *[self.num_kv_heads] * (1 if self.values_are_keys else 2)
+            return (queries,)
+        return (queries, keys) if self.values_are_keys else (queries, keys, (self.num_kv_heads, self.output_size))
+
+    @property
+    def output_size(self) -> int:
+        """Elements that attention gives for each head: those of its values."""
+        return self.head_size if self.value_size is None else self.value_size
 
     @property
     def gate_size(self) -> int:
         """Elements of the heads' output that one number of ``output_gate`` multiplies."""
-        return 1 if self.output_gate_over == "element" else self.head_size
+        return 1 if self.output_gate_over == "element" else self.output_size
 
 
 class Attention(nn.Module):
@@ -191,13 +209,13 @@ class Attention(nn.Module):
         super().__init__()
         self.spec = spec
         self._group, self._context = group, context
-        q_size = spec.num_heads * spec.head_size
-        columns = sum(spec.projected_heads) * spec.head_size
+        of_heads = spec.num_heads * spec.output_size
+        columns = sum(heads * size for heads, size in spec.projections)
         self.qkv = Linear(spec.input_size or hidden_size, columns, bias=spec.qkv_bias, dtype=dtype, device=device)
-        self.o = Linear(q_size, hidden_size, bias=spec.o_bias, dtype=dtype, device=device)
+        self.o = Linear(of_heads, hidden_size, bias=spec.o_bias, dtype=dtype, device=device)
         self.gate: Linear | None = None
         if spec.output_gate:
-            gates = q_size // spec.gate_size
+            gates = of_heads // spec.gate_size
             self.gate = Linear(spec.input_size or hidden_size, gates, bias=False, dtype=dtype, device=device)
         self.q_norm = self.k_norm = self.v_norm = None
         if spec.qk_norm is not None:
@@ -238,16 +256,31 @@ class Attention(nn.Module):
         Returns:
             ``[R, hidden]``, to be added.
         """
-        qkv = self.qkv(*x)
+        qkv = self._with_values_of_cache(self.qkv(*x))
         if self.spec.query_scaling is not None:  # a rotation is linear, so it may come after
             assert query_scale is not None  # the same for all layers: computed once for a step
             queries = self._heads_of(qkv)[:, : self.spec.num_heads]
             queries *= query_scale
         gate = None if self.gate is None else self.gate(*x)
         out = self.attend(qkv, positions, cos_sin_cache, metadata, kv_cache)
+        if self.spec.value_size is not None:
+            out = out.unflatten(1, (self.spec.num_heads, -1))[:, :, : self.spec.value_size].flatten(1)
         if gate is not None:
             output_gate(out, gate, function=self.spec.output_gate, out=out)
         return Addend(self.o, out if rows is None else out.index_select(0, rows))
+
+    def _with_values_of_cache(self, qkv: torch.Tensor) -> torch.Tensor:
+        """What was projected, with values as the cache has them: scaled, and as long as keys."""
+        spec = self.spec
+        if not spec.own_keys or (spec.value_size is None and spec.value_scale == 1.0):
+            return qkv
+        queries_and_keys, values = qkv.tensor_split([(spec.num_heads + spec.num_kv_heads) * spec.head_size], dim=1)
+        if spec.value_scale != 1.0:
+            values *= spec.value_scale
+        if spec.value_size is None:
+            return qkv
+        values = pad(values.unflatten(1, (-1, spec.value_size)), (0, spec.head_size - spec.value_size))
+        return torch.cat((queries_and_keys, values.flatten(1)), dim=1)
 
     def attend(
         self,
@@ -257,7 +290,8 @@ class Attention(nn.Module):
         metadata: AttentionMetadata,
         kv_cache: KVCacheView,
     ) -> torch.Tensor:
-        """What lies between the two projections: ``qkv``, the rows of the first one, overwritten, -> ``[T, H D]``."""
+        """What lies between the two projections: ``qkv``, the rows of the first one with values as the
+        cache has them, overwritten, -> ``[T, H D]``."""
         spec = self.spec
         if spec.attention_chunk is not None:
             assert metadata.of_chunks is not None  # the decoder has derived them

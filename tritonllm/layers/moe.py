@@ -35,7 +35,9 @@ class MoESpec:
         router_float32: whether the router's weight is float32 in every dtype, as are the rows that it multiplies (ERNIE
             4.5).
         router_softcap: replaces the router's logits by ``cap * tanh(logit / cap)``; 0 for none (Laguna).
-        scoring: the function that makes scores of the logits, ``softmax`` or ``sigmoid``.
+        scoring: the function that makes scores of the logits: ``softmax``; ``sigmoid``; ``late_sigmoid``, for which the
+            correction bias is added to the logits (Kolibri 1); ``sparsemixer`` (Phi-3.5-MoE), which has neither
+            correction bias nor groups.
         renormalize: the chosen experts' weights sum to one.
         correction_bias: added to the scores for the choice only (DeepSeek-V3).
         num_groups: experts are chosen within the best ``top_k_groups`` of this many groups; 1 for no groups.
@@ -67,7 +69,7 @@ class MoESpec:
     router_bias: bool = False
     router_float32: bool = False
     router_softcap: float = 0.0
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    scoring: Literal["softmax", "sigmoid", "late_sigmoid", "sparsemixer"] = "softmax"
     renormalize: bool = True
     correction_bias: bool = False
     num_groups: int = 1

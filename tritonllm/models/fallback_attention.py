@@ -99,6 +99,15 @@ class Mask:
     visible: Callable[..., torch.Tensor]
     own: bool
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of a tensor, which this is not.
+
+        Raises:
+            ValueError: whoever asks computes another mask with it, such as Doge's of the values.
+        """
+        raise ValueError("its attention computes a mask of its own from transformers' one")
+
     def window(self, length: int, device: torch.device) -> int | None:
         """How many keys a token sees, itself included, in sequences up to ``length``; ``None`` for all.
 

@@ -136,15 +136,14 @@ def expert_splits(spec: ModelSpec) -> dict[str, Split | Once]:
 
 def _of_layer(layer: LayerSpec) -> dict[str, Split | Once]:
     attention, mlp = layer.attention, layer.mlp
-    size = attention.head_size
-    queries = Section(attention.num_heads, size)
-    stacked = Split(0, tuple(Section(heads, size) for heads in attention.projected_heads))
+    size, given = attention.head_size, attention.output_size
+    stacked = Split(0, tuple(Section(*projected) for projected in attention.projections))
     found: dict[str, Split | Once] = {
         "attention.qkv.weight": stacked,
         "attention.qkv.bias": stacked,
-        "attention.o.weight": Split(1, (queries,)),
+        "attention.o.weight": Split(1, (Section(attention.num_heads, given),)),
         "attention.o.bias": Once(),
-        "attention.gate.weight": Split(0, (Section(attention.num_heads, size // attention.gate_size),)),
+        "attention.gate.weight": Split(0, (Section(attention.num_heads, given // attention.gate_size),)),
         "attention.sinks": Split(0, (Section(attention.num_heads),)),
     }
     if attention.qk_norm_over != "head":  # weights of each head

@@ -24,7 +24,7 @@ class Slot:
         start: first of those rows.
         transposed: the checkpoint has the last two dimensions the other way round (GPT-2's ``Conv1D``).
         either_way: a checkpoint may as well have these the other way round; of a square tensor it has not.
-        is_row: the checkpoint has one dimension more, the first, of 1.
+        is_row: the checkpoint has one dimension more, the first, of which the first row is meant.
         flat_experts: the checkpoint has so many experts one below the other, in one dimension less (DBRX); 0 for no
             such tensor.
         minus: the checkpoint has the values minus this (Nemotron's norms: minus 1). Added in the parameter's dtype.
@@ -77,12 +77,12 @@ class Slot:
         return dataclasses.replace(self, shape=shape, expert=index, axis=self.axis - 1, flat_experts=0)
 
     def without_row(self) -> "Slot":
-        """The same place in the parameter, for a tensor without the first dimension of 1."""
+        """The same place in the parameter, for a tensor without that first dimension."""
         return dataclasses.replace(self, shape=self.shape[1:], is_row=False)
 
     def write(self, parameter: torch.Tensor, tensor: torch.Tensor) -> None:
         """Copy a checkpoint tensor to its place, converting dtype and device, ``PIECE`` elements at a time."""
-        source = tensor.squeeze(0) if self.is_row else tensor
+        source = tensor[0] if self.is_row else tensor
         source = source.unflatten(0, (self.flat_experts, -1)) if self.flat_experts else source
         target, source = self.place(parameter), source.mT if self.transposed else source
         across = 0 if self.order is None or self.axis > 0 else 1  # not the dimension that is reordered
@@ -106,7 +106,7 @@ class Slot:
 
     def read(self, parameter: torch.Tensor) -> torch.Tensor:
         """The tensor as the checkpoint has it: a view, or a copy if there is an ``order``, a ``minus`` or
-        ``flat_experts``."""
+        ``flat_experts``. Of ``is_row`` all rows are the first."""
         part = self.place(parameter)
         if self.order is not None:
             index = torch.tensor(self.order, device=part.device)
@@ -115,7 +115,7 @@ class Slot:
         part = part.mT if self.transposed else part
         part = part - self.minus if self.minus else part
         part = part.flatten(0, 1) if self.flat_experts else part
-        return part.unsqueeze(0) if self.is_row else part.view(self.shape) if not self.shape else part
+        return part.expand(self.shape) if self.is_row else part.view(self.shape) if not self.shape else part
 
 
 def parameter_shape(slots: Iterable[Slot]) -> tuple[int, ...]:

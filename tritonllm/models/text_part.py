@@ -20,6 +20,7 @@ SAME_AS = {
     "qwen3_vl_moe_text": "qwen3_moe",
     "glm4v_text": "glm4",
     "glm4v_moe_text": "glm4_moe",
+    "ernie4_5_vl_moe_text": "ernie4_5_moe",
 }
 # What their classes do without a field for it.
 FIXED: dict[str, dict[str, Any]] = {
@@ -52,6 +53,7 @@ TOWERS = {
     "multi_modal_projector",
     "mlp1",  # InternVL's projector
     "connector",
+    "resampler_model",
     "image_newline",
     "audio_tower",
     "embed_vision",  # Gemma 4's projectors

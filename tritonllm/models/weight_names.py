@@ -33,7 +33,9 @@ class WeightNames:
         up: gate and up, or one projection that holds both, or the only one of an MLP without a gate.
         xielu: the activation's module, of an MLP whose activation has parameters (Apertus).
         transposed: whether weights of the blocks' projections are ``[in, out]``.
-        correction_bias_is_row: whether the tensor of the correction bias is ``[1, experts]`` (ERNIE 4.5).
+        router_transposed: whether the router's weight is ``[in, out]`` (ERNIE 4.5 VL).
+        correction_bias_rows: rows of the tensor of the correction bias, of which the first is meant (ERNIE 4.5); 0 if
+            it is no matrix.
         expert_up, expert_down: names of projections within one expert; without the first, experts are stacked only.
         stacked_up, stacked_down: names of tensors of all experts, where a checkpoint has those instead.
         shared_up, shared_down: names of projections within the shared MLP; ``shared_up`` as ``up``.
@@ -80,8 +82,9 @@ class WeightNames:
     down: str = "mlp.down_proj"
     transposed: bool = False
     router: str = "mlp.gate"
+    router_transposed: bool = False
     correction_bias: str = "mlp.gate.e_score_correction_bias"
-    correction_bias_is_row: bool = False
+    correction_bias_rows: int = 0
     experts: str = "mlp.experts"
     expert_up: tuple[str, ...] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
@@ -236,8 +239,8 @@ def _linear(
 
 
 def _attention(hidden: int, spec: AttentionSpec, names: WeightNames, theirs: str, ours: str) -> Iterator[Entry]:
-    head, heads, kv_heads = spec.head_size, spec.num_heads, spec.num_kv_heads
-    rows = [count * head for count in spec.projected_heads]
+    heads, kv_heads, of_heads = spec.num_heads, spec.num_kv_heads, spec.num_heads * spec.output_size
+    rows = [count * size for count, size in spec.projections]
     if len(names.qkv) == 1:
         rows = [sum(rows)]
     order = _order_by_group(heads, kv_heads) if names.qkv_by_group else None
@@ -255,15 +258,13 @@ def _attention(hidden: int, spec: AttentionSpec, names: WeightNames, theirs: str
             order=order,
         )
         start += count
-    yield from _linear(
-        theirs + names.o, f"{ours}.o", hidden, heads * head, bias=spec.o_bias, transposed=names.transposed
-    )
+    yield from _linear(theirs + names.o, f"{ours}.o", hidden, of_heads, bias=spec.o_bias, transposed=names.transposed)
     if spec.qk_norm is not None:
         norms = [(names.q_norm, "q_norm", heads), (names.k_norm, "k_norm", kv_heads)]
         for name, place, count in norms if spec.own_keys else norms[:1]:
             yield from _head_norm(spec, names, theirs + name, f"{ours}.{place}", count)
     if spec.output_gate:
-        gates = heads * head // spec.gate_size
+        gates = of_heads // spec.gate_size
         yield from _linear(theirs + names.gate, f"{ours}.gate", gates, spec.input_size or hidden, bias=False)
     if spec.sinks:
         yield theirs + names.sinks, Slot(parameter=f"{ours}.sinks", shape=(heads,))
@@ -305,11 +306,14 @@ def _xielu(theirs: str, ours: str) -> Iterator[Entry]:
 
 
 def _moe(hidden: int, spec: MoESpec, names: WeightNames, theirs: str, ours: str) -> Iterator[Entry]:
-    yield from _linear(theirs + names.router, f"{ours}.router", spec.num_experts, hidden, bias=spec.router_bias)
+    router = f"{ours}.router"
+    how: dict[str, Any] = {"bias": spec.router_bias, "transposed": names.router_transposed}
+    yield from _linear(theirs + names.router, router, spec.num_experts, hidden, **how)
     if spec.correction_bias:
-        row = names.correction_bias_is_row
-        shape = (1, spec.num_experts) if row else (spec.num_experts,)
-        yield theirs + names.correction_bias, Slot(parameter=f"{ours}.correction_bias", shape=shape, is_row=row)
+        rows = names.correction_bias_rows
+        shape = (rows, spec.num_experts) if rows else (spec.num_experts,)
+        slot = Slot(parameter=f"{ours}.correction_bias", shape=shape, is_row=rows > 0)
+        yield theirs + names.correction_bias, slot
     if spec.apart is not None:
         yield theirs + names.router_norm, Slot(parameter=f"{ours}.norms.router.weight", shape=(hidden,))
         norms = (names.experts_norm, "experts"), (names.experts_post_norm, "after")

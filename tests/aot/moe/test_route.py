@@ -12,4 +12,6 @@ def test_compiles(arch):
         options = {"scoring": "sigmoid", "num_groups": 8, "top_k_groups": 4}
         moe_route(torch.empty(64, 256), 8, bias=torch.empty(256), **options)
         moe_route(torch.empty(64, 160), 6, num_groups=8, top_k_groups=3, renormalize=False)
+        moe_route(torch.empty(64, 384), 6, scoring="late_sigmoid", bias=torch.empty(384), renormalize=False)
+        moe_route(torch.empty(64, 16), 2, scoring="sparsemixer", renormalize=False)
     assert_resources(kernels)

@@ -45,7 +45,7 @@ def reference(x, logits, w_gate_up, w_down, top_k, **kwargs):
     tokens=st.sampled_from([1, 1, 1, 0, 3]),  # of one, every program chooses
     dtype=st.sampled_from(FLOATS),
     activation=st.sampled_from(GATED_ACTIVATIONS),
-    scoring=st.sampled_from(["softmax", "sigmoid"]),
+    scoring=st.sampled_from(["softmax", "sigmoid", "late_sigmoid", "sparsemixer"]),
     renormalize=st.booleans(),
     direct=st.booleans(),
     has_biases=st.booleans(),
@@ -57,7 +57,9 @@ def test_matches_reference(
     device, data, tokens, dtype, activation, scoring, renormalize, direct, has_biases, early, ahead, padding
 ):
     """Every kind of routing, in both ways to compute, with an addition at the end or without."""
-    groups, size = data.draw(st.sampled_from([1, 1, 3]), "groups"), data.draw(st.integers(1, 5), "size")
+    plain = scoring == "sparsemixer"
+    groups = 1 if plain else data.draw(st.sampled_from([1, 1, 3]), "groups")
+    size = data.draw(st.integers(1, 5), "size")
     best = data.draw(st.integers(1, groups), "best groups")
     top_k = data.draw(st.integers(1, best * size), "top_k")
     # wide enough for a sum with the residual that is not all cancellation
@@ -66,7 +68,7 @@ def test_matches_reference(
     options = {"num_groups": groups, "top_k_groups": best, "scoring": scoring, "renormalize": renormalize}
     options |= {"routing_scale": 2.5, "activation": activation}
     if has_biases:
-        options["correction_bias"] = torch.randn(experts, device=device)
+        options["correction_bias"] = None if plain else torch.randn(experts, device=device)
         options["gate_up_bias"] = torch.randn(experts, 2 * i, device=device)
         options["down_bias"] = torch.randn(experts, n).to(device, dtype)
     residual = args[0] if data.draw(st.booleans(), "residual") else None
@@ -162,7 +164,7 @@ def test_programs_choose_for_one_token(device, tokens, n, groups, chooses):
         ({"logits": torch.zeros(2, 5)}, r"logits must have shape \[2, 4\]"),
         ({"logits": torch.zeros(2, 4, dtype=torch.int32)}, "must be torch.float16"),
         ({"top_k": 5}, "top_k must be from 1 to the 4 experts"),
-        ({"scoring": "relu"}, "scoring must be 'softmax' or 'sigmoid'"),
+        ({"scoring": "relu"}, "scoring must be one of softmax, sigmoid"),
         ({"num_groups": 3}, "num_groups must divide the 4 experts"),
         ({"correction_bias": torch.zeros(3)}, r"bias must have shape \[4\]"),
         ({"w_down": torch.zeros(4, 8, 5)}, "w_gate_up must have shape"),

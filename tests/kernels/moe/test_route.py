@@ -3,13 +3,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.compare import FLOATS, assert_close, with_row_padding
-from transformers import MixtralConfig
+from transformers import Kolibri1Config, MixtralConfig
+from transformers.models.kolibri1.modeling_kolibri1 import Kolibri1TopKRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
 from tritonllm.kernels import moe_route, moe_route_ref
 
 dtypes = st.sampled_from(FLOATS)
-scorings = st.sampled_from(["softmax", "sigmoid"])
+scorings = st.sampled_from(["softmax", "sigmoid", "late_sigmoid"])
 
 
 def assert_same(out, ref):
@@ -24,7 +26,7 @@ def assert_same(out, ref):
     experts=st.integers(1, 40),
     top_k=st.integers(1, 10),
     dtype=dtypes,
-    scoring=scorings,
+    scoring=scorings | st.just("sparsemixer"),
     renormalize=st.booleans(),
     scale=st.sampled_from([1.0, 2.5]),
     padding=st.integers(0, 3),
@@ -65,19 +67,23 @@ def test_ties_go_to_the_lowest_expert(device, num_groups):
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # numpy's, in the interpreter
-@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
-@pytest.mark.parametrize("bias", [None, torch.linspace(0, 1, 8)])
-def test_nan_stays_in_its_row(device, scoring, bias):
+@pytest.mark.parametrize(
+    ("scoring", "bias", "groups"),
+    [
+        *(
+            (scoring, bias, {"num_groups": 4, "top_k_groups": 2})
+            for scoring in ("softmax", "sigmoid")
+            for bias in (None, torch.linspace(0, 1, 8))
+        ),
+        ("sparsemixer", None, {}),
+    ],
+)
+def test_nan_stays_in_its_row(device, scoring, bias, groups):
     """A row of NaN gives valid, distinct experts (an id out of range would be read as memory) and NaN weights."""
     logits = torch.randn(3, 8, device=device)
     clean = logits.clone()
     logits[1] = float("nan")
-    options = {
-        "scoring": scoring,
-        "bias": None if bias is None else bias.to(device),
-        "num_groups": 4,
-        "top_k_groups": 2,
-    }
+    options = {"scoring": scoring, "bias": None if bias is None else bias.to(device), **groups}
     weights, ids = moe_route(logits, 3, **options)
     assert ids[1].tolist() == [0, 1, 2]
     assert weights[1].isnan().all()
@@ -114,6 +120,24 @@ def test_reference_matches_qwen3_moe_without_normalisation(device):
     assert_same(moe_route_ref(logits, 3, renormalize=False), (weights, ids.int()))
 
 
+def test_reference_matches_phimoe(device):
+    logits = torch.randn(200, 16, device=device) / 9 - 1.0
+    weights, ids = sparsemixer(logits, jitter_eps=0.01, training=False)
+    assert 0.1 < (weights < 1.0).float().mean() < 0.9  # of some, others are near
+    assert_same(moe_route_ref(logits, 2, scoring="sparsemixer", renormalize=False), (weights, ids.int()))
+
+
+def test_reference_matches_kolibri(device):
+    config = Kolibri1Config(hidden_size=16, num_experts=8, num_experts_per_tok=3, norm_topk_prob=True)
+    router = Kolibri1TopKRouter(config).to(device)
+    torch.nn.init.normal_(router.weight)
+    router.e_score_correction_bias.normal_()
+    with torch.no_grad():
+        logits, weights, ids = router(torch.randn(20, 16, device=device))
+    bias = router.e_score_correction_bias
+    assert_same(moe_route_ref(logits, 3, scoring="late_sigmoid", bias=bias), (weights, ids.int()))
+
+
 def deepseek_v3(logits, bias, num_groups, top_k_groups, top_k, scale):
     """One token, as section 2.1.2 of the DeepSeek-V3 report says it, with sorted lists."""
     scores = [1 / (1 + pow(2.718281828459045, -x)) for x in logits]
@@ -142,7 +166,9 @@ def test_reference_matches_deepseek_v3(device):
         ({"router_logits": torch.zeros(2, 8, dtype=torch.int32)}, "router_logits must be torch.float16"),
         ({"top_k": 0}, "top_k must be from 1 to the 8 experts"),
         ({"top_k": 9}, "top_k must be from 1 to the 8 experts"),
-        ({"scoring": "relu"}, "scoring must be 'softmax' or 'sigmoid', got 'relu'"),
+        ({"scoring": "relu"}, "scoring must be one of softmax, sigmoid, late_sigmoid, sparsemixer, got 'relu'"),
+        ({"scoring": "sparsemixer", "bias": torch.zeros(8)}, "'sparsemixer' with a bias or groups is not supported"),
+        ({"scoring": "sparsemixer", "num_groups": 2, "top_k_groups": 1}, "with a bias or groups is not supported"),
         ({"bias": torch.zeros(7)}, r"bias must have shape \[8\]"),
         ({"num_groups": 2}, "must be given together"),
         ({"top_k_groups": 2}, "must be given together"),

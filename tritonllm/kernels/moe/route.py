@@ -2,7 +2,7 @@
 
 The scores of a token stay in registers while the largest is taken ``top_k`` times: no sort, and bound by latency.
 Routing: Shazeer et al., "Outrageously Large Neural Networks" (2017); groups of experts and the correction bias:
-DeepSeek-V2 and DeepSeek-V3 (2024).
+DeepSeek-V2 and DeepSeek-V3 (2024); SparseMixer: Liu et al., "GRIN: GRadient-INformed MoE" (2024).
 """
 
 import torch
@@ -18,6 +18,11 @@ from tritonllm.kernels.runtime.registry import register_op, with_reference
 
 # Stands for NaN and -inf when experts are compared: less than any score, more than an expert that may not be taken.
 LOWEST = tl.constexpr(-1e38)
+
+SCORINGS = "softmax", "sigmoid", "late_sigmoid", "sparsemixer"
+# How far, of its own size or the best one's, an expert's logit may be below the best one for SparseMixer to count it:
+# twice the noise that Phi-3.5-MoE was trained with.
+NEAR = tl.constexpr(0.02)
 
 
 @triton.jit
@@ -76,6 +81,7 @@ def choose_experts(p_logits, m_row, bias_ptr, TOP_K: tl.constexpr, ROUTING: tl.c
         place ``[ROWS, LANES]`` of each among the chosen, or ``TOP_K``.
     """
     SOFTMAX: tl.constexpr = ROUTING[0]
+    LATE: tl.constexpr = ROUTING[8]
     NUM_GROUPS: tl.constexpr = ROUTING[2]
     GROUP_SIZE: tl.constexpr = ROUTING[3]
     TOP_K_GROUPS: tl.constexpr = ROUTING[4]
@@ -89,7 +95,7 @@ def choose_experts(p_logits, m_row, bias_ptr, TOP_K: tl.constexpr, ROUTING: tl.c
     b_choice = b_logits
     if bias_ptr is not None:
         b_bias = tl.load(bias_ptr + expert, mask=m_expert, other=0.0).to(tl.float32)
-        b_choice = _scores(b_logits, SOFTMAX) + b_bias
+        b_choice = (b_logits if LATE else _scores(b_logits, SOFTMAX)) + b_bias
     b_choice = tl.where(b_choice > LOWEST, b_choice, LOWEST)  # also where it is NaN
     b_choice = tl.where(m_expert, b_choice, float("-inf"))
     if TOP_K_GROUPS < NUM_GROUPS:
@@ -108,11 +114,28 @@ def _scores(b_logits, SOFTMAX: tl.constexpr):
 
 
 @triton.jit
+def _sparsemixer(b_logits, b_rank, TOP_K: tl.constexpr):
+    """For each chosen expert its part of a softmax over those that are near it, of all that come after it."""
+    b_weights = tl.zeros(b_logits.shape, tl.float32)
+    for i in range(TOP_K):
+        b_left = tl.where(b_rank >= i, b_logits, float("-inf"))
+        b_best = tl.max(b_left, axis=1)[:, None]
+        is_far = b_best - b_left > NEAR * tl.maximum(tl.abs(b_left), b_best)
+        b_sum = tl.sum(tl.where(is_far, 0.0, tl.exp(b_left - b_best)), axis=1)[:, None]
+        b_weights = tl.where(b_rank == i, 1.0 / b_sum, b_weights)
+    return b_weights
+
+
+@triton.jit
 def weigh_experts(b_logits, b_rank, scale, TOP_K: tl.constexpr, ROUTING: tl.constexpr):
     """The weights ``[ROWS, LANES]`` of the chosen experts; 0 for the others."""
     SOFTMAX: tl.constexpr = ROUTING[0]
     RENORMALIZE: tl.constexpr = ROUTING[1]
-    b_weights = tl.where(b_rank < TOP_K, _scores(b_logits, SOFTMAX), 0.0)
+    SPARSEMIXER: tl.constexpr = ROUTING[7]
+    if SPARSEMIXER:
+        b_weights = _sparsemixer(b_logits, b_rank, TOP_K)
+    else:
+        b_weights = tl.where(b_rank < TOP_K, _scores(b_logits, SOFTMAX), 0.0)
     if RENORMALIZE:
         b_weights = b_weights / (tl.sum(b_weights, axis=1)[:, None] + 1e-20)  # sigmoids may all be 0
     return b_weights * scale
@@ -148,7 +171,8 @@ def routing_constants(experts: int, rule: Rule) -> tuple[bool | int, ...]:
     renormalize, scoring, num_groups, top_k_groups, _, _ = rule
     group_size = experts // num_groups
     lanes = triton.next_power_of_2(num_groups), triton.next_power_of_2(group_size)
-    return (scoring == "softmax", renormalize, num_groups, group_size, top_k_groups, *lanes)
+    rule_of_choice = renormalize, num_groups, group_size, top_k_groups
+    return (scoring == "softmax", *rule_of_choice, *lanes, scoring == "sparsemixer", scoring == "late_sigmoid")
 
 
 def default_route_config(experts: int, tokens: int) -> tuning.Config:
@@ -164,7 +188,8 @@ def _route(
     renormalize, scoring, num_groups, top_k_groups, scale, _ = rule
     logits = router_logits.float()
     scores = logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
-    choice = logits if bias is None else scores + bias.float()
+    choice = logits if bias is None or scoring == "late_sigmoid" else scores
+    choice = choice if bias is None else choice + bias.float()
     choice = choice.nan_to_num(nan=LOWEST.value, posinf=float("inf"), neginf=LOWEST.value).clamp(min=LOWEST.value)
     if top_k_groups < num_groups:
         grouped = choice.unflatten(-1, (num_groups, -1))
@@ -174,10 +199,21 @@ def _route(
         allowed = torch.zeros_like(group_score, dtype=torch.bool).scatter_(1, best, True)
         choice = grouped.masked_fill(~allowed.unsqueeze(-1), float("-inf")).flatten(1)
     chosen = choice.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
-    picked = scores.gather(1, chosen)
+    picked = _sparsemixer_reference(logits, chosen) if scoring == "sparsemixer" else scores.gather(1, chosen)
     if renormalize:
         picked = picked / (picked.sum(dim=-1, keepdim=True) + 1e-20)
     return picked * scale, chosen.int()
+
+
+def _sparsemixer_reference(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """The weights of :func:`_sparsemixer`, ``[T, top_k]``."""
+    left, weights = logits.clone(), []
+    for expert in chosen.split(1, dim=1):
+        best = left.amax(1, keepdim=True)
+        far = best - left > NEAR.value * left.abs().maximum(best)
+        weights.append(1.0 / (left - best).exp().masked_fill(far, 0.0).sum(1, keepdim=True))
+        left.scatter_(1, expert, float("-inf"))
+    return torch.cat(weights, dim=1)
 
 
 def _route_reference(
@@ -214,7 +250,9 @@ def check_routing(logits: torch.Tensor, top_k: int, bias: torch.Tensor | None, r
     _, scoring, groups, top_k_groups, _, _ = rule
     check_tensor("router_logits", logits, ("T", "E"))
     experts = logits.shape[1]
-    require(scoring in ("softmax", "sigmoid"), f"scoring must be 'softmax' or 'sigmoid', got {scoring!r}")
+    require(scoring in SCORINGS, f"scoring must be one of {', '.join(SCORINGS)}, got {scoring!r}")
+    plain = bias is None and groups == 1
+    require(plain or scoring != "sparsemixer", "scoring='sparsemixer' with a bias or groups is not supported")
     if bias is not None:
         check_tensor("bias", bias, (experts,), like=logits)
     require(groups >= 1 and experts % groups == 0, f"num_groups must divide the {experts} experts, got {groups}")
@@ -246,11 +284,16 @@ def moe_route(
     chosen. A group's score is its largest one (DeepSeek-V2) or, if there is a bias, the sum of its two largest
     (DeepSeek-V3).
 
+    ``late_sigmoid`` (Kolibri 1) has the bias added to the logits, not to their sigmoids, which are the weights.
+    SparseMixer (Phi-3.5-MoE) weighs each chosen expert among those that were left when it was chosen, as a softmax over
+    those whose logits are nearly as large as its own.
+
     Args:
         router_logits: ``[T, E]`` float16, bfloat16 or float32.
         top_k: experts a token.
         renormalize: divide the weights of a token by their sum.
-        scoring: ``"softmax"`` or ``"sigmoid"``.
+        scoring: ``"softmax"``, ``"sigmoid"``, ``"late_sigmoid"``, or ``"sparsemixer"``, which has neither bias nor
+            groups.
         bias: ``[E]`` added for the choice only (DeepSeek-V3's correction bias).
         num_groups: divides ``E``; with ``top_k_groups``.
         top_k_groups: groups a token.

@@ -30,13 +30,16 @@ from tritonllm.models.families import (
     granite_moe,
     hunyuan,
     internlm,
+    kolibri,
     laguna,
     llama,
     llama4,
+    mimo,
     ministral,
     nanochat,
     nemotron,
     olmo,
+    phimoe,
     sigmoid_experts,
     starcoder,
     waves,
@@ -51,7 +54,7 @@ Config = Mapping[str, Any]
 
 _DENSE = (llama, ministral, granite, apertus, olmo, exaone, internlm, gemma, nemotron, gpt, gpt_neo, starcoder, alibi)
 _OTHERS = (cohere_compass, nanochat, gemma4, waves)
-_EXPERTS = (experts, sigmoid_experts, granite_moe, cohere_moe, llama4, aria, dbrx, laguna)
+_EXPERTS = (experts, sigmoid_experts, granite_moe, cohere_moe, llama4, aria, dbrx, laguna, kolibri, mimo, phimoe)
 _FILES = (*_DENSE, *_OTHERS, *_EXPERTS, ernie, hunyuan, bert)
 FAMILIES: dict[str, Family] = {name: family for file in _FILES for name, family in file.FAMILIES.items()}
 _ALIASES = {alias: name for name, family in FAMILIES.items() for alias in family.aliases}
@@ -215,7 +218,7 @@ def _of_shared_keys(spec: ModelSpec, family: Family) -> set[str]:
 def is_extra(spec: ModelSpec, name: str) -> bool:
     """A tensor of the layers that draft tokens for this model, such as GLM-4.5's, and are not part of it."""
     family, _ = _find(spec.architecture)
-    if name in _of_shared_keys(spec, family):
+    if name in _of_shared_keys(spec, family) or family.is_extra(spec, name):
         return True
     if name.startswith(family.extra_names) or (spec.text_of and text_part.is_of_a_tower(name)):
         return True

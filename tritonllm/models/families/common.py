@@ -32,6 +32,7 @@ class Family:
             ``model_type`` tells them apart.
         extra_layers: how many layers beyond the model's own may be in the files at most: they draft tokens for it.
         extra_names: beginnings of the names of other tensors that are not part of the model, for the same reason.
+        is_extra: whether another tensor, by its name, is not part of this model.
         heads: architectures that have something else for the output projection; beside those of ``BY_SUFFIX`` in
             :mod:`~tritonllm.models.families.heads`.
     """
@@ -46,6 +47,7 @@ class Family:
     written_as: str = ""
     extra_layers: int = 0
     extra_names: tuple[str, ...] = ()
+    is_extra: Callable[[ModelSpec, str], bool] = lambda spec, name: False
     heads: Mapping[str, FamilyHead] = field(default_factory=dict)
 
 

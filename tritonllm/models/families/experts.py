@@ -150,7 +150,7 @@ _QWEN_MOE: dict[str, Any] = {
     "mlp_only_layers": None,
 }
 _ROTATIONS_OF_MELLUM = {"full_attention": {"rope_theta": 500000.0}, "sliding_attention": {"rope_theta": 10000.0}}
-_MIXTRAL_NAMES = WeightNames(
+MIXTRAL_NAMES = WeightNames(
     router="block_sparse_moe.gate",
     experts="block_sparse_moe.experts",
     expert_up=("w1", "w3"),
@@ -176,7 +176,7 @@ FAMILIES: dict[str, Family] = {
     "MixtralForCausalLM": Family(
         model_type="mixtral",
         axes=_mixtral,
-        names=always(_MIXTRAL_NAMES),
+        names=always(MIXTRAL_NAMES),
         defaults={
             **COMMON,
             "rms_norm_eps": 1e-5,
