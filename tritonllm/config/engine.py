@@ -54,8 +54,9 @@ class ModelConfig:
     """Which weights, and how they are held.
 
     Args:
-        model: a folder in Hugging Face format, or a hub id.
-        tokenizer: folder or hub id of the tokenizer, if it is not the model's.
+        model: a folder in Hugging Face format, a hub id, or a GGUF file: here, or on the hub by its type
+            (``owner/name:Q4_K_M``) or name (``owner/name/file.gguf``).
+        tokenizer: folder, GGUF file or hub id of the tokenizer, if it is not the model's.
         skip_tokenizer_init: do without a tokenizer: token ids in and out, no text.
         revision: branch, tag or commit of a hub id.
         trust_remote_code: download and run Python code that comes with the model or the tokenizer.

@@ -1,8 +1,13 @@
 """Where a checkpoint is, and its configuration files."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
+
+from tritonllm.models.gguf.config import read_gguf_config
+from tritonllm.models.gguf.folder import choose, in_folder, patterns
+from tritonllm.models.gguf.header import is_gguf, library
 
 # Top-level files only: some repositories hold a second copy of the weights in a folder or under another name.
 _WANTED = ["*.json", "*.model", "*.txt", "*.jinja"]
@@ -12,6 +17,7 @@ _PYTORCH = ["pytorch_model*.bin"]  # by default only where there are no safetens
 _WEIGHTS = {"auto": _SAFETENSORS, "safetensors": _SAFETENSORS, "pt": _PYTORCH, "dummy": []}  # by load_format
 _MODULES = ["*_Pooling/config.json", "*_Dense/*"]  # folders that modules.json names
 _CODE = ["*.py", "*.tiktoken"]  # and the vocabulary that only such tokenizers read
+_GGUF_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(:(?P<kind>[\w.-]+)|/(?P<file>[^:]+\.gguf))")
 
 
 def resolve(
@@ -22,23 +28,35 @@ def resolve(
     load_format: str = "auto",
     download_dir: str | None = None,
 ) -> Path:
-    """The folder of a checkpoint, downloaded if ``model`` is a hub id.
+    """The folder of a checkpoint, or its GGUF file, downloaded if ``model`` is a hub id.
 
     Args:
-        model: a folder, or the id of a repository on the Hugging Face hub (``owner/name``).
+        model: a folder, a GGUF file, or the id of a repository on the Hugging Face hub (``owner/name``); with the type
+            of the GGUF file to take (``owner/name:Q4_K_M``), or with its name (``owner/name/file.gguf``).
         revision: branch, tag or commit of a hub id.
         trust_remote_code: download the repository's Python files too.
         load_format: download the weights that it reads.
         download_dir: the folder that keeps downloads; by default Hugging Face's own.
 
     Raises:
-        ValueError: no such folder or repository, no access, or no connection and nothing in the local cache.
+        ValueError: no such folder or repository, no access, or no connection and nothing in the local cache; or no GGUF
+            file of that name or type, several, or the package ``gguf`` is not installed.
     """
     path = Path(model).expanduser()
     if path.is_dir():
+        return in_folder(path) or path
+    if path.is_file() and is_gguf(path):
+        library()
         return path
     if path.exists():
-        raise ValueError(f"model {model!r} is a file; give the folder that holds config.json")
+        raise ValueError(
+            f"model {model!r} is a file; give the folder that holds config.json, or a GGUF file (owner/name:Q4_K_M)"
+        )
+    named = _GGUF_ID.fullmatch(model)
+    if named is not None:
+        library()
+        folder = _download(named["id"], revision, patterns(named["kind"], named["file"]), download_dir, [])
+        return choose(folder, named["kind"], named["file"])
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
         raise ValueError(f"model {model!r}: there is no such folder")
     wanted = _WANTED + _WEIGHTS[load_format] + (_CODE if trust_remote_code else [])
@@ -86,14 +104,19 @@ def _download(
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The contents of ``config.json``.
+    """The contents of ``config.json``, or what a GGUF file says instead.
 
     Raises:
-        ValueError: the file is absent or not a JSON object.
+        ValueError: the file is absent or not a JSON object; for a GGUF file as
+            :func:`~tritonllm.models.gguf.config.read_gguf_config`.
     """
+    if is_gguf(path):
+        return read_gguf_config(path)
     file = path / "config.json"
     if not file.exists():
-        raise ValueError(f"{path} has no config.json; give a folder in Hugging Face format")
+        raise ValueError(
+            f"{path} has no config.json; give a folder in Hugging Face format, or a GGUF file (owner/name:Q4_K_M)"
+        )
     return read_json(file)
 
 

@@ -19,6 +19,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tritonllm.models.checkpoint import read_json
+from tritonllm.models.gguf.header import is_gguf, shards
+from tritonllm.models.gguf.tensors import GGUFTensors
 
 # An index and the single file, by the load format that asks for them; "auto" reads the first kind that is there.
 FILES = {
@@ -122,6 +124,16 @@ class _PytorchFile:
         return self._tensors[name][index]
 
 
+class _GGUFFile:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = GGUFTensors(path)
+        self.get, self.window = self._file.get, self._file.window
+
+    def headers(self) -> dict[str, StoredTensor]:
+        return {name: StoredTensor(shape, code, self._path) for name, (shape, code) in self._file.headers().items()}
+
+
 def describe(tensor: torch.Tensor, path: Path | None = None) -> StoredTensor:
     """What the header of a file would say."""
     code = str(tensor.dtype).removeprefix("torch.")
@@ -135,8 +147,11 @@ def open_tensors(path: Path) -> Iterator[TensorFile]:
     """Open one file.
 
     Raises:
-        ValueError: it is damaged, or a PyTorch file that holds more than tensors.
+        ValueError: it is damaged, a PyTorch file that holds more than tensors, or a GGUF file that is not supported.
     """
+    if is_gguf(path):
+        yield _GGUFFile(path)
+        return
     if path.suffix == ".safetensors":
         try:
             file = safe_open(path, framework="pt")
@@ -179,12 +194,17 @@ def weight_files(folder: Path, load_format: str = "auto", *, single_first: bool 
     """The files that make up the checkpoint: those an index names, or the single one.
 
     Args:
+        folder: the folder, or one of a model's GGUF files.
         load_format: ``safetensors``, ``pt``, or ``auto`` for the first of them that is there.
         single_first: where there are both, the single file counts and the index is not read, as in transformers.
 
     Raises:
         ValueError: there are none, one is absent, or the index cannot be read.
     """
+    if is_gguf(folder):
+        if load_format != "auto":
+            raise ValueError(f"load_format={load_format!r}: {folder} is a GGUF file: leave load_format out")
+        return shards(folder)
     wanted = list(FILES.values()) if load_format == "auto" else [FILES[load_format]]
     for index, single in wanted:
         has_single = (folder / single).exists()

@@ -39,7 +39,7 @@ class WeightNames:
         expert_up, expert_down: names of projections within one expert; without the first, experts are stacked only.
         stacked_up, stacked_down: names of tensors of all experts, where a checkpoint has those instead.
         shared_up, shared_down: names of projections within the shared MLP; ``shared_up`` as ``up``.
-        stacked_transposed: whether the stacked tensors are transposed, and the only ones (GPT-OSS, Llama 4).
+        stacked_transposed: whether the stacked tensors are transposed, and come first (GPT-OSS, Llama 4).
         stacked_either_way: whether the stacked tensors may be transposed (Qwen3-VL, whose published ones are, and those
             that transformers 5 writes are not).
         stacked_interleaved: whether gate and up alternate in those (GPT-OSS).
@@ -337,16 +337,25 @@ def _moe(hidden: int, spec: MoESpec, names: WeightNames, theirs: str, ours: str)
 
 def _experts(hidden: int, spec: MoESpec, names: WeightNames, theirs: str, ours: str) -> Iterator[Entry]:
     inner, count = spec.intermediate_size, spec.num_experts
-    for e in range(count) if names.expert_up else ():
-        expert = f"{theirs}{names.experts}.{e}"
-        for i, name in enumerate(names.expert_up):
-            slot = Slot(parameter=f"{ours}.gate_up", shape=(inner, hidden), expert=e, start=i * inner)
-            yield f"{expert}.{name}.weight", slot
-        slot = Slot(parameter=f"{ours}.down", shape=(hidden, inner), expert=e)
-        yield f"{expert}.{names.expert_down}.weight", slot
+    yield from _one_by_one(hidden, spec, names, theirs, ours)
     how: dict[str, Any] = {"axis": 1, "either_way": names.stacked_either_way}
     yield theirs + names.stacked_up, Slot(parameter=f"{ours}.gate_up", shape=(count, 2 * inner, hidden), **how)
     yield theirs + names.stacked_down, Slot(parameter=f"{ours}.down", shape=(count, hidden, inner), **how)
+
+
+def _one_by_one(hidden: int, spec: MoESpec, names: WeightNames, theirs: str, ours: str) -> Iterator[Entry]:
+    inner, count = spec.intermediate_size, spec.num_experts
+    for e in range(count) if names.expert_up else ():
+        expert = f"{theirs}{names.experts}.{e}"
+        for i, name in enumerate(names.expert_up):
+            yield from _of_expert(f"{expert}.{name}", f"{ours}.gate_up", (inner, hidden), e, i * inner, spec.bias)
+        yield from _of_expert(f"{expert}.{names.expert_down}", f"{ours}.down", (hidden, inner), e, 0, spec.bias)
+
+
+def _of_expert(theirs: str, ours: str, shape: tuple[int, int], expert: int, start: int, bias: bool) -> Iterator[Entry]:
+    yield f"{theirs}.weight", Slot(parameter=ours, shape=shape, expert=expert, start=start)
+    if bias:
+        yield f"{theirs}.bias", Slot(parameter=f"{ours}_bias", shape=shape[:1], expert=expert, start=start)
 
 
 def _flat_experts(hidden: int, spec: MoESpec, names: WeightNames, theirs: str, ours: str) -> Iterator[Entry]:
@@ -371,3 +380,4 @@ def _transposed_experts(hidden: int, spec: MoESpec, names: WeightNames, theirs: 
         bias = Slot(parameter=f"{ours}.gate_up_bias", shape=(count, 2 * inner), axis=1, order=order)
         yield f"{theirs}{names.stacked_up}_bias", bias
         yield f"{theirs}{names.stacked_down}_bias", Slot(parameter=f"{ours}.down_bias", shape=(count, hidden), axis=1)
+    yield from _one_by_one(hidden, spec, names, theirs, ours)

@@ -11,13 +11,14 @@ from tritonllm.system.starting import no_searches
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 DAMAGED = (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError)
 TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"  # what transformers warns of, once a tokenizer
+GGUF = ".gguf"
 WAY_OUT = "Pass tokenizer= with a folder that has one, or skip_tokenizer_init=True to work with token ids"
 
 
 def load_tokenizer(
     name: str, *, revision: str | None = None, trust_remote_code: bool = False, download_dir: str | None = None
 ) -> Any:
-    """The tokenizer of a folder or hub id. It does not warn of long texts, as others do that transformers makes.
+    """The tokenizer of a folder, GGUF file or hub id. It does not warn of long texts, as transformers' others do.
 
     Args:
         revision: branch, tag or commit of a hub id.
@@ -28,6 +29,7 @@ def load_tokenizer(
         ValueError: no tokenizer there, or one that cannot be read.
     """
     folder = Path(os.path.expanduser(name))
+    is_file = folder.suffix == GGUF and folder.is_file()
     name = str(folder) if folder.is_dir() else name
     if folder.is_dir() and not trust_remote_code and not any((folder / file).exists() for file in VOCABULARY_FILES):
         raise ValueError(f"tokenizer: {name!r} has none of {', '.join(VOCABULARY_FILES)}. {WAY_OUT}")
@@ -39,8 +41,12 @@ def load_tokenizer(
     # of a damaged file transformers may ask for anything, and the package tokenizers has no class of errors of its own;
     # that of a config.json with a null where none may be is of no kind in DAMAGED
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            name, revision=revision, trust_remote_code=trust_remote_code, cache_dir=download_dir
+        tokenizer = (
+            _of_gguf(folder)
+            if is_file
+            else AutoTokenizer.from_pretrained(
+                name, revision=revision, trust_remote_code=trust_remote_code, cache_dir=download_dir
+            )
         )
     except Exception as error:
         if type(error) is not Exception and not isinstance(error, (*DAMAGED, StrictDataclassError)):
@@ -53,6 +59,12 @@ def load_tokenizer(
     if isinstance(warned, dict):
         warned[TOO_LONG] = True
     return tokenizer
+
+
+def _of_gguf(file: Path) -> Any:
+    from tritonllm.engine.text.gguf_tokenizer import gguf_tokenizer  # the API server imports models/ for it alone
+
+    return gguf_tokenizer(file)
 
 
 def render_template(tokenizer: Any, conversation: Sequence[Mapping[str, Any]], **options: Any) -> str:
