@@ -15,7 +15,8 @@ TEXT = DOC.read_text(encoding="utf-8")
 
 
 def test_every_family_has_a_row():
-    assert sorted(re.findall(r"^\| `(\w+)` \|", TEXT, flags=re.MULTILINE)) == sorted(FAMILIES)
+    families, _, _ = TEXT.partition("## Narrow weights")
+    assert sorted(re.findall(r"^\| `(\w+)` \|", families, flags=re.MULTILINE)) == sorted(FAMILIES)
 
 
 def test_links_lead_somewhere():

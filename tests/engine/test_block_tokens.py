@@ -15,6 +15,7 @@ NAMED_TO_USERS = (
     "cannot be sent: lower block_size",
     "block_size={block_tokens} must divide",
     "take another block_size, or",
+    "weight_block_size",  # of a quantization_config
 )
 
 

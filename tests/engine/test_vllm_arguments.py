@@ -54,7 +54,7 @@ def test_neutral_values_change_nothing(kwargs):
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"quantization": "awq"}, "quantization must be one of fp8, int8, got 'awq'"),
+        ({"quantization": "exl2"}, "quantization must be one of fp8, int8, int4, awq.*got 'exl2'"),
         ({"max_num_partial_prefills": 2}, "max_num_partial_prefills=2.*long_prefill_token_threshold limits"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be an integer of at least 1"),
         (
@@ -176,8 +176,8 @@ def test_engine_args_from_a_command_line():
     assert (config.model.max_model_len, config.enforce_eager) == (64, True)
     assert (config.cache.enable_prefix_caching, config.cache.gpu_memory_utilization) == (False, 0.5)
     assert EngineArgs.from_cli_args(parser.parse_args(["--model", "m"])).create_engine_config() == DEFAULT
-    with pytest.raises(ValueError, match="quantization must be one of fp8, int8, got 'gptq'"):
-        EngineArgs.from_cli_args(parser.parse_args(["--quantization", "gptq"])).create_engine_config()
+    with pytest.raises(ValueError, match="quantization must be one of fp8, int8, int4, .*, got 'exl2'"):
+        EngineArgs.from_cli_args(parser.parse_args(["--quantization", "exl2"])).create_engine_config()
 
 
 def test_arguments_of_methods():

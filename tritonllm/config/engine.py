@@ -30,7 +30,10 @@ STRUCTURED_OUTPUTS_BACKENDS = ("auto", "xgrammar", "guidance")
 CONVERSIONS = ("auto", "none", "embed", "classify")
 NO_COMPILATION, COMPILATION = 0, 3
 BACKENDS = ("inductor", "aot_eager", "eager")
-QUANTIZATIONS = ("fp8", "int8", "int4")
+# What weights are made when they are loaded, and names of how they are stored, with which users of vLLM ask for these.
+MADE = ("fp8", "int8", "int4")
+STORED = ("awq", "gptq", "compressed-tensors", "bitsandbytes", "modelopt", "mxfp4", "auto-round")
+QUANTIZATIONS = MADE + STORED
 _DEVICE = re.compile(r"auto|cpu(:0)?|cuda(:\d+)?")
 _DOTTED = re.compile(r"\w+(\.\w+)*[.:]\w+")
 _OWN_KWARGS = (
@@ -68,7 +71,8 @@ class ModelConfig:
             there; ``dummy`` fills the weights from ``seed`` instead of reading them.
         quantization: make the weights of the layers' products narrow when they are loaded: ``fp8`` (e4m3) or ``int8``,
             a byte an element with a scale for each row, or ``int4``, half a byte with a scale for each 128 columns of a
-            row; activations, embeddings and the output projection keep ``dtype``. ``None`` leaves them as they are.
+            row; activations, embeddings and the output projection keep ``dtype``. ``None`` leaves them as they are. Of a
+            checkpoint that is stored narrow, its ``quant_method`` or ``None``.
         allow_nan: load weights that are NaN or infinite, which are an error otherwise.
         seed: the seed of dummy weights, and of requests that bring none.
         max_logprobs: the most log-probabilities a position that a request may ask for, in ``logprobs`` or

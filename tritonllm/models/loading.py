@@ -171,8 +171,8 @@ def load_model(
         counts_experts: steps count which experts tokens choose; for one of our families that has experts.
         exchange: the exchange between the engines that share the experts, of which this one gets its part; for one of
             our families that has experts.
-        quantization: the narrow format that the weights of the layers' products get (``"fp8"``, ``"int8"``); for one of
-            our families without experts.
+        quantization: the narrow format that the weights of the layers' products get (``"fp8"``, ``"int8"``,
+            ``"int4"``); for one of our families. Of a checkpoint that is stored narrow, how, or ``None``.
 
     Raises:
         ValueError: weights that do not match the configuration; the message names a tensor. Or the model has no experts
@@ -181,6 +181,7 @@ def load_model(
     begin = time.monotonic()
     check_shared(spec, exchange.size)
     stored = None if load_format == "dummy" else stored_format(folder)
+    quantization = None if quantization == stored else quantization
     check_quantization(spec, quantization, device, stored)
     if isinstance(spec, FallbackSpec):
         logger.info("%s has no family here: the fallback decoder runs it through transformers", spec.architecture)

@@ -36,6 +36,8 @@ def check_quantization(
     what = f"quantization={quantization!r}"
     if stored is not None:
         raise ValueError(f"{what}: the checkpoint's weights are narrow already ({stored}): leave it out")
+    if quantization not in NARROW:
+        raise ValueError(f"{what}: config.json has no quantization_config that says so: leave it out")
     if not isinstance(spec, ModelSpec):
         raise ValueError(f"{what}: {spec.architecture} runs through transformers, with 16-bit weights: leave it out")
     if quantization == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from triton.runtime.cache import triton_key
 
-from tritonllm.config.engine import EngineConfig
+from tritonllm.config.engine import MADE, EngineConfig
 from tritonllm.config.speculative import OF_HEADS
 from tritonllm.dist.exchange import NO_EXCHANGE, Exchange
 from tritonllm.dist.group import Group
@@ -78,7 +78,7 @@ def kernels_of(
 def _launch_all(spec: ModelSpec, config: EngineConfig, target: Target, draft: ModelSpec | None, team: Team) -> None:
     how = {"batch_invariant": config.deterministic, "counts_experts": config.count_expert_load}
     models: list[Decoder] = [_without_repeats(spec, target, team, **how)]
-    if config.model.quantization is not None:
+    if config.model.quantization in MADE:
         quantize_layers(models[0], config.model.quantization)
     if draft is not None and config.speculative_config is not None:
         if config.speculative_config.method in OF_HEADS:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tritonllm.kernels.dense.weight import Groups
-from tritonllm.models.formats.fp8 import block_size
+from tritonllm.models.formats.fp8 import two_sizes
 from tritonllm.models.formats.joining import SCALE_TYPES, Headers, bad
 from tritonllm.models.formats.narrow_tensor import NarrowTensor
 from tritonllm.models.formats.row_major import ELEMENTS, FLOATS4, Packing, RowMajor, signed_words
@@ -189,4 +189,4 @@ def _rule_of(group: Mapping[str, Any]) -> _Rule:
     bits, columns = weights.get("num_bits", 8), weights.get("group_size") or 0
     if not isinstance(bits, int) or not isinstance(columns, int):
         raise ValueError(f"{_WHERE}: num_bits and group_size must be integers, got {bits!r} and {columns!r}")
-    return _Rule(tuple(targets), bits, max(columns, 0), block_size(weights.get("block_structure"), "block_structure"))
+    return _Rule(tuple(targets), bits, max(columns, 0), two_sizes(weights.get("block_structure"), "block_structure"))

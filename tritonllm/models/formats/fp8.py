@@ -49,10 +49,10 @@ def fp8(config: Mapping[str, Any]) -> Fp8:
     """
     if config.get("fmt") not in (None, "e4m3"):
         raise ValueError(f"config.json: fmt of the quantization_config must be 'e4m3', got {config['fmt']!r}")
-    return Fp8(block_size(config.get("weight_block_size"), "weight_block_size"))
+    return Fp8(two_sizes(config.get("weight_block_size"), "weight_block_size"))
 
 
-def block_size(value: Any, field: str) -> tuple[int, int] | None:
+def two_sizes(value: Any, field: str) -> tuple[int, int] | None:
     """A pair of sizes, or ``None``.
 
     Raises:
