@@ -18,6 +18,7 @@ SIZES = {
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "head_dim": 64,
+    "max_position_embeddings": 1024,
 }
 PROMPTS = [random_tokens(n, 100, seed=n) for n in (1, 300, 33, 128, 2, 17, 64)]
 

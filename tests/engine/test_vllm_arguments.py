@@ -176,7 +176,7 @@ def test_engine_args_from_a_command_line():
     assert (config.model.max_model_len, config.enforce_eager) == (64, True)
     assert (config.cache.enable_prefix_caching, config.cache.gpu_memory_utilization) == (False, 0.5)
     assert EngineArgs.from_cli_args(parser.parse_args(["--model", "m"])).create_engine_config() == DEFAULT
-    with pytest.raises(ValueError, match="quantization must be one of fp8, int8, int4, .*, got 'exl2'"):
+    with pytest.raises(ValueError, match=r"quantization must be one of fp8, int8, int4, .*, got 'exl2'"):
         EngineArgs.from_cli_args(parser.parse_args(["--quantization", "exl2"])).create_engine_config()
 
 

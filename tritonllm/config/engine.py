@@ -71,8 +71,8 @@ class ModelConfig:
             there; ``dummy`` fills the weights from ``seed`` instead of reading them.
         quantization: make the weights of the layers' products narrow when they are loaded: ``fp8`` (e4m3) or ``int8``,
             a byte an element with a scale for each row, or ``int4``, half a byte with a scale for each 128 columns of a
-            row; activations, embeddings and the output projection keep ``dtype``. ``None`` leaves them as they are. Of a
-            checkpoint that is stored narrow, its ``quant_method`` or ``None``.
+            row; activations, embeddings and the output projection keep ``dtype``. ``None`` leaves them as they are. Of
+            a checkpoint that is stored narrow, its ``quant_method`` or ``None``.
         allow_nan: load weights that are NaN or infinite, which are an error otherwise.
         seed: the seed of dummy weights, and of requests that bring none.
         max_logprobs: the most log-probabilities a position that a request may ask for, in ``logprobs`` or
