@@ -32,6 +32,7 @@ from tritonllm.models.weights import load_weights
 
 # Modules that are called otherwise in files than in transformers' memory.
 _RENAMED = {
+    "attention_sink_bias": "sinks",
     ".block_sparse_moe.": ".mlp.",
     "embed_out.": "lm_head.",
     ".mlp.moe_statics.": ".mlp.gate.moe_statics.",
