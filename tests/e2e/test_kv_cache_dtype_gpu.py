@@ -26,8 +26,8 @@ KINDS = [
     SamplingParams(temperature=0.5, seed=3, max_tokens=30, frequency_penalty=1.0, repetition_penalty=1.2),
     SamplingParams(temperature=1.0, seed=4, max_tokens=20, logprobs=2, prompt_logprobs=1),
 ]
-# The difference of two log-probabilities that a few keys on the other side of a border can make up for: on an H200 up to
-# 0.0126, for a prompt of one token; rounding as a whole makes up to 0.056.
+# The difference of two log-probabilities that a few keys on the other side of a border can make up for: on an H200 up
+# to 0.0126, for a prompt of one token; rounding as a whole makes up to 0.056.
 TIE = 2e-2
 
 
