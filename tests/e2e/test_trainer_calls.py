@@ -157,7 +157,7 @@ def test_weights_that_do_not_fit_are_named(llm, trained):
         ([("model.nothing.weight", parameter)], "tensor model.nothing.weight has no place"),
         ([(name, parameter[1:])], rf"tensor {name} has shape"),
         ([(name, parameter * torch.nan)], f"tensor {name} has values that are NaN"),
-        ([(name, parameter.to(torch.int8))], f"tensor {name} is int8"),
+        ([(name, parameter.to(torch.int8))], f"tensor {name} is I8"),
     ):
         with pytest.raises(ValueError, match=message):
             load(weights)
