@@ -13,7 +13,7 @@ from tritonllm.kernels import Groups, quantize_weight, widen_weight
 from tritonllm.models import checkpoint
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.families import spec_from_config
-from tritonllm.models.quantization import GROUPS, quantize_layers
+from tritonllm.models.quantization import GROUPS, narrowing
 from tritonllm.models.weights import load_weights
 
 LAYER = ".layers."
@@ -91,8 +91,7 @@ def test_ranks_have_the_weights_of_one(folders, kind, quantization):
         spec = spec_from_config(checkpoint.read_config(folder))
         sizes = {"dtype": torch.float32, "device": torch.device("cpu"), "max_model_len": 64}
         model = Decoder(spec, **sizes, group=group)
-        load_weights(model, folder)
-        quantize_layers(model, quantization)
+        load_weights(model, folder, then=narrowing(model, quantization))
         return PagedRunner(model).prefill(PagedSequence(), tokens)
 
     (alone,), ranks = run_ranks(1, logits), run_ranks(2, logits)

@@ -1,6 +1,7 @@
 """Checkpoints changed on purpose, and what loading says to them."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +24,13 @@ def edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> N
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors")
+
+
+def refused_after(change: Callable[[dict[str, torch.Tensor]], object], good: Path, folder: Path, message: str) -> None:
+    """Loading says this of a copy in ``folder`` of a good checkpoint, once its tensors are changed."""
+    shutil.copytree(good, folder, dirs_exist_ok=True)
+    edit(folder, change)
+    refused(folder, message)
 
 
 def refused(folder: Path, message: str) -> None:

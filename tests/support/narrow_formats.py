@@ -133,7 +133,7 @@ def kept(folder: Path, dtype: torch.dtype = torch.float32, **how: Any) -> Decode
     with deferred():
         spec = spec_from_config(config_of(folder))
         model = Decoder(spec, dtype=dtype, device=torch.device("cpu"), max_model_len=16, **how)
-    load_weights(model, folder, device=torch.device("cpu"))
+    load_weights(model, folder)
     return model
 
 

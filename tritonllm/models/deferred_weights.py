@@ -35,35 +35,31 @@ def products_of_layers(model: Decoder) -> Iterator[tuple[str, HoldsWeights, str]
 
 
 class DeferredWeights:
-    """The parameters of a model that have no memory yet.
+    """The weights of a model's products while their tensors come, of which some may have no memory yet.
 
     Args:
-        model: the model, built on ``device`` inside :func:`~tritonllm.layers.parameters.deferred`.
-        device: where its weights go.
+        model: the model; what of it was built inside :func:`~tritonllm.layers.parameters.deferred` gets its memory
+            where the rest is.
         cuts: what this rank reads of each tensor.
-        then: what is done with a parameter that is complete and plain: its full name, its module, and its name there.
-
-    Attributes:
-        kept: the narrow formats of what is kept.
+        then: what is done with a weight that is complete and plain: its full name, its module, and its name there.
     """
 
-    def __init__(
-        self, model: Decoder, device: torch.device, cuts: Mapping[str, list[Cut]], then: Then | None = None
-    ) -> None:
-        self._model, self.device, self._then = model, device, then
-        self._places: dict[str, tuple[HoldsWeights, str]] = {}
-        for path, module in model.named_modules():
-            if isinstance(module, HoldsWeights):
-                for name, parameter in module.named_parameters(recurse=False):
-                    if parameter.is_meta:
-                        self._places[model.stage.whole_name(f"{path}.{name}")] = module, name
-        self._narrow = {model.stage.whole_name(name) for name, _, _ in products_of_layers(model)}
+    def __init__(self, model: Decoder, cuts: Mapping[str, list[Cut]], then: Then | None = None) -> None:
+        self._model, self._then = model, then
+        self.device = next(t.device for t in (*model.parameters(), *model.buffers()) if not t.is_meta)
+        self._places = {
+            model.stage.whole_name(f"{path}.{name}"): (module, name)
+            for path, module in model.named_modules()
+            if isinstance(module, HoldsWeights)
+            for name in module.held_names
+        }
+        self._deferred = {name for name, (module, own) in self._places.items() if getattr(module, own).is_meta}
+        self._of_layers = {model.stage.whole_name(name) for name, _, _ in products_of_layers(model)}
         self._left = Counter(cut.slot.parameter for parts in cuts.values() for cut in parts)
         self._arrived: dict[str, list[Arrival]] = {}
-        self.kept: set[str] = set()
 
     def __contains__(self, parameter: str) -> bool:
-        return parameter in self._places
+        return parameter in self._deferred
 
     def plain(self, parameter: str) -> torch.Tensor:
         """The parameter, to write 16 bits into."""
@@ -82,32 +78,30 @@ class DeferredWeights:
         self._left[parameter] -= 1
         if self._left[parameter] or parameter not in self._places:
             return
-        module, name = self._places[parameter]
-        arrivals = self._arrived.pop(parameter, [])
+        (module, name), arrivals = self._places[parameter], self._arrived.pop(parameter, [])
         empty = getattr(module, name)
-        if arrivals and empty.is_meta and parameter in self._narrow:
+        if arrivals and empty.is_meta and parameter in self._of_layers:
             weight = assemble(tuple(empty.shape), arrivals)
             if weight is not None:
                 module.hold(name, weight)
-                self.kept.add(weight.format)
                 return
         for arrival in arrivals:
             arrival.write(self.plain(parameter))
         if self._then is not None:
             self._then(parameter, module, name)
 
-    def finish(self) -> bool:
-        """All tensors have come: parameters without any get their memory, and experts whose two products would differ
-        in their formats are widened. Returns whether anything was deferred."""
-        for parameter, (module, name) in self._places.items():
-            if getattr(module, name).is_meta:
-                self.plain(parameter)
+    def finish(self) -> set[str]:
+        """All tensors have come: experts whose two products would differ in their formats are widened. Returns the
+        narrow formats of what was kept."""
+        for parameter in self._deferred:
+            self.plain(parameter)  # one without tensors on this rank
         for experts in self._model.modules():
             if isinstance(experts, MoE):
                 up, down = experts.held("gate_up"), experts.held("down")
                 if (up.format, up.groups) != (down.format, down.groups):
                     _widen(experts, ("gate_up", "down"))
-        return bool(self._places)
+        formats = {module.held(name).format for module, name in map(self._places.__getitem__, self._deferred)}
+        return formats & NARROW.keys()
 
 
 def _widen(module: MoE, names: Iterable[str]) -> None:

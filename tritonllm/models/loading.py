@@ -24,7 +24,7 @@ from tritonllm.models.families import is_supported, spec_from_config
 from tritonllm.models.formats.registry import stored_format
 from tritonllm.models.interface import CausalLM
 from tritonllm.models.local_spec import check, check_context
-from tritonllm.models.quantization import check_quantization, narrowing, quantize_layers, settle
+from tritonllm.models.quantization import check_quantization, narrowing, quantize_layers
 from tritonllm.models.spec import ModelSpec
 from tritonllm.models.stages import Stage, stages_of
 from tritonllm.models.weights import WeightWriter, dummy_weights, load_weights, parameter_shapes
@@ -207,15 +207,14 @@ def load_model(
     narrow = device.type != "cpu" and not batch_invariant and (quantization or stored) is not None
     with deferred() if narrow and load_format != "dummy" else nullcontext():
         model = Decoder(spec, **sizes, group=group, context=context, stage=stage, exchange=exchange, **how)
-    if load_format == "dummy":
-        dummy_weights(model, seed)
+    then = None if quantization is None else narrowing(model, quantization)
+    if load_format != "dummy":
+        load_weights(model, folder, load_format=load_format, allow_nan=allow_nan, then=then)
     else:
-        then = narrowing(model, quantization) if narrow and quantization is not None else None
-        load_weights(model, folder, load_format=load_format, allow_nan=allow_nan, device=device, then=then)
-    if quantization is not None and narrow and load_format != "dummy":
-        settle(model, quantization)
-    elif quantization is not None:
-        quantize_layers(model, quantization)
+        dummy_weights(model, seed)
+        if quantization is not None:
+            quantize_layers(model, quantization)
+    model.quantization = quantization or model.quantization
     if device.type == "cpu" and spec.hidden_size >= PACKED_FROM:
         pack_weights(model)
     gigabytes = sum(p.numel() * p.element_size() for p in model.parameters()) / 1e9

@@ -9,7 +9,8 @@ import torch
 
 from tritonllm.kernels import quantize_weight
 from tritonllm.kernels.dense.narrow import unit_of
-from tritonllm.kernels.dense.weight import INT4, NARROW, Groups, Weight
+from tritonllm.kernels.dense.weight import FP8, INT4, NARROW, Groups, Weight
+from tritonllm.kernels.runtime.float8 import require_float8
 from tritonllm.layers.parameters import HoldsWeights
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.deferred_weights import Then, products_of_layers
@@ -40,54 +41,56 @@ def check_quantization(
         raise ValueError(f"{what}: config.json has no quantization_config that says so: leave it out")
     if not isinstance(spec, ModelSpec):
         raise ValueError(f"{what}: {spec.architecture} runs through transformers, with 16-bit weights: leave it out")
-    if quantization == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-        raise ValueError(f"{what} needs a GPU of compute capability 8.9 or more: quantization='int8' runs here")
+    if quantization == FP8 and device.type == "cuda":
+        require_float8(what, device, "quantization='int8' runs here")
 
 
 @torch.no_grad()
 def quantize_layers(model: Decoder, quantization: str) -> None:
-    """Make the weights of all layers' products narrow, one after the other; each takes its 16-bit one's place.
-
-    Raises:
-        ValueError: a rank's part of a row is not in whole groups.
-    """
+    """Make the weights of all layers' products narrow, one after the other; each takes its 16-bit one's place. Raises
+    as :func:`narrowing`."""
     narrow = narrowing(model, quantization)
     for name, module, attribute in list(products_of_layers(model)):
         narrow(model.stage.whole_name(name), module, attribute)
-    settle(model, quantization)
-
-
-def settle(model: Decoder, quantization: str) -> None:
-    """The weights are narrow."""
     model.quantization = quantization
     model.fuse_anew()
 
 
 def narrowing(model: Decoder, quantization: str) -> Then:
-    """What makes a parameter narrow, given its name in the whole model, its module, and its name there; those that are
-    not of layers' products stay as they are. It raises as :func:`quantize_layers`."""
+    """What makes a weight narrow, given its name in the whole model, its module, and its name there; those that are not
+    of layers' products stay as they are.
+
+    Raises:
+        ValueError: rows of a weight here are not in whole groups. What is returned raises it for values that are NaN or
+            infinite.
+    """
     cut = splits(model.whole) if model.group.size > 1 else {}
-    some = {model.stage.whole_name(name) for name, _, _ in products_of_layers(model)}
+    of_layers = {model.stage.whole_name(name): getattr(module, own) for name, module, own in products_of_layers(model)}
+    unit = unit_of(GROUPS[INT4])
+    for name, weight in of_layers.items():
+        if quantization == INT4 and weight.shape[-1] % unit:
+            raise ValueError(
+                f"quantization='int4': {name} has {weight.shape[-1]} columns on a rank, and its groups have {unit}: "
+                "use 'int8', or another tensor_parallel_size"
+            )
 
     def narrow(parameter: str, module: HoldsWeights, name: str) -> None:
-        if parameter not in some:
+        if parameter not in of_layers:
             return
         weight, where = getattr(module, name), cut.get(parameter)
         by_columns = isinstance(where, Split) and where.axis == weight.dim() - 1
-        module.hold(name, _narrow(parameter, weight, quantization, model, by_columns))
+        try:
+            module.hold(name, _narrow(weight, quantization, model, by_columns))
+        except ValueError as error:
+            raise ValueError(f"quantization={quantization!r}: {parameter}: {error}") from error
 
     return narrow
 
 
-def _narrow(name: str, weight: torch.Tensor, quantization: str, model: Decoder, by_columns: bool) -> Weight:
+def _narrow(weight: torch.Tensor, quantization: str, model: Decoder, by_columns: bool) -> Weight:
     """The weight, or those of experts, in a narrow format; of one without numbers, on a meta device, one without
     numbers. ``by_columns``: ranks have parts of its rows."""
     groups, (*experts, n, k) = GROUPS.get(quantization, Groups()), weight.shape
-    if quantization == INT4 and k % unit_of(groups):
-        raise ValueError(
-            f"quantization='int4': {name} has {k} columns on a rank, and its groups have {unit_of(groups)}: use "
-            "'int8', or another tensor_parallel_size"
-        )
     scales = *experts, *groups.shape(n, k)
     if weight.is_meta:
         data = weight.new_empty(*experts, n, k // 2 if quantization == INT4 else k, dtype=NARROW[quantization])

@@ -73,10 +73,10 @@ def load_weights(
     load_format: str = "auto",
     allow_nan: bool = False,
     progress: bool | None = None,
-    device: torch.device | None = None,
     then: Then | None = None,
 ) -> None:
-    """Fill ``model`` from the files of ``folder``, converting to the model's dtype.
+    """Fill ``model`` from the files of ``folder``, converting to the model's dtype; weights that were
+    :func:`~tritonllm.layers.parameters.deferred` stay as narrow as they are stored.
 
     Names may lack their first component
     (``model.``, ``transformer.``), as those of checkpoints written from the model without its output projection do.
@@ -86,7 +86,6 @@ def load_weights(
             them that is there.
         allow_nan: take NaN and infinite values, too.
         progress: show a bar; ``None`` shows it if the standard error is a terminal.
-        device: where weights go that were :func:`~tritonllm.layers.parameters.deferred`: narrow ones are kept so.
         then: as in :class:`~tritonllm.models.deferred_weights.DeferredWeights`.
 
     Raises:
@@ -103,7 +102,7 @@ def load_weights(
     _check_twins(plan.twins, lambda name: _digest_in_file(name, stored[name]))
     layers = model.whole.num_layers
     model.scales_of_layers = kv_scales_of(scales, lambda name: _scale_in_file(name, every[name]), layers)
-    later = DeferredWeights(model, device or torch.device("cpu"), plan.cuts, then)
+    later = DeferredWeights(model, plan.cuts, then)
     parameters = _parameters(model)
     total = sum(plan.share_of(name) * stored[name].num_bytes for name in plan.slots)
     off = None if progress is None else not progress
@@ -115,9 +114,9 @@ def load_weights(
                 for name in names:
                     _load(file, name, stored[name], plan.cuts[name], parameters, later)
                     bar.update(plan.share_of(name) * stored[name].num_bytes)
-    if later.finish():
-        model.quantization = " and ".join(sorted(later.kept)) or None
-        model.fuse_anew()
+    if kept := later.finish():
+        model.quantization = " and ".join(sorted(kept))
+    model.fuse_anew()
     parameters = _parameters(model)
     plan.clear_others(parameters)
     if not allow_nan and (bad := not_finite(parameters)):

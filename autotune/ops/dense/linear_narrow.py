@@ -4,50 +4,35 @@ from dataclasses import dataclass
 
 import torch
 
+from autotune.narrow import BY_ROW, NarrowFormat
 from autotune.ops import Tunable
 from autotune.ops.dense import linear as plain
 from autotune.problem import Inputs, TensorFactory, Work
-from tritonllm.kernels import Groups, Weight, linear, linear_ref, widen_weight_ref
+from tritonllm.kernels import Weight, linear, linear_ref, widen_weight_ref
 from tritonllm.kernels.dense import invariant, narrow, widen
 from tritonllm.kernels.dense import linear as dense_linear
 from tritonllm.kernels.dense.choice import default_narrow_config
 from tritonllm.kernels.dense.portable import rows, tiles
-from tritonllm.kernels.dense.weight import NARROW
 from tritonllm.kernels.elementwise import activation, norm
 from tritonllm.kernels.runtime import tuning
 
 
 @dataclass(frozen=True)
 class NarrowProduct(plain.Product):
-    """``m`` rows with a narrow weight ``[n, k]``.
+    """``m`` rows with a weight ``[n, k]`` in a narrow format, ``of``."""
 
-    Attributes:
-        format: ``"fp8"``, ``"int8"`` or ``"int4"``.
-        group: the columns that share a scale, of fp8 as many rows, too; 0: each row has one.
-    """
-
-    format: str = "fp8"
-    group: int = 0
+    of: NarrowFormat = BY_ROW
 
     @property
     def name(self) -> str:
-        what = f"linear_narrow {self.format}" + (f" G{self.group}" if self.group else "")
-        return super().name.replace("linear", what, 1)
-
-    @property
-    def groups(self) -> Groups:
-        return Groups(self.group if self.format == "fp8" else 1, self.group) if self.group else Groups()
+        return super().name.replace("linear", f"linear_narrow {self.of}", 1)
 
     def inputs(self, new: TensorFactory) -> Inputs:
-        # all bytes of two nibbles are numbers, and of float8 those from 0 to 0x7e: up to 448; signs are the rows'
-        columns, most = (self.k // 2, 0xFF) if self.format == "int4" else (self.k, 0x7E)
-        data = new.integers(0, most, self.n, columns, dtype=torch.uint8).view(NARROW[self.format])
-        largest = {"fp8": 256, "int8": 128, "int4": 8}[self.format]
-        scales = new.uniform(*self.groups.shape(self.n, self.k)) * (self.k**-0.5 / largest)
+        data, scales = self.of.parts(new, self.n, self.k)
         return {"weight": data, "scales": scales, **self._rows(new)}
 
     def _weight(self, x: Inputs) -> Weight:
-        return Weight(x["weight"], x["scales"], self.format, self.groups)
+        return Weight(x["weight"], x["scales"], self.of.format, self.of.groups)
 
     def run(self, x: Inputs) -> tuple[torch.Tensor, ...]:
         out = torch.empty(self.m, self.n, dtype=torch.float32, device=x["x"].device) if self.logits else None
@@ -85,7 +70,7 @@ TUNABLE = Tunable(
     also=(rows, tiles, narrow, widen, invariant, norm, activation),
     default=default_narrow_config,
     problems=tuple(
-        NarrowProduct(m, **layer, format=format, group=group)
+        NarrowProduct(m, **layer, of=NarrowFormat(format, group))
         for layer in plain.LAYERS
         if "logits" not in layer
         for format, group in (("fp8", 0), ("int4", 128), *((("fp8", 128),) if layer["n"] == layer["k"] else ()))

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 import torch
 
+from autotune.narrow import BY_ROW, NarrowFormat
 from autotune.ops import Tunable
 from autotune.ops.moe.fused_moe import FusedMoe, portable_space
 from autotune.problem import Inputs, TensorFactory, Work
-from tritonllm.kernels import Groups, Weight, fused_moe, fused_moe_ref
+from tritonllm.kernels import Weight, fused_moe, fused_moe_ref
 from tritonllm.kernels.dense import narrow, widen
-from tritonllm.kernels.dense.weight import NARROW
 from tritonllm.kernels.moe import experts as moe_experts
 from tritonllm.kernels.moe import grouping, tiles
 from tritonllm.kernels.moe.portable import products
@@ -18,34 +18,22 @@ from tritonllm.kernels.runtime import tuning
 
 @dataclass(frozen=True)
 class NarrowFusedMoe(FusedMoe):
-    """Attributes:
-    format: ``"fp8"``, ``"int8"`` or ``"int4"``.
-    group: the columns that share a scale, of fp8 as many rows, too; 0: each row has one.
-    """
+    """Experts whose weights are in a narrow format, ``of``."""
 
-    format: str = "fp8"
-    group: int = 0
+    of: NarrowFormat = BY_ROW
 
     @property
     def name(self) -> str:
-        return super().name.replace("fused_moe", f"fused_moe_narrow {self.format} G{self.group}", 1)
-
-    @property
-    def groups(self) -> Groups:
-        return Groups(self.group if self.format == "fp8" else 1, self.group) if self.group else Groups()
+        return super().name.replace("fused_moe", f"fused_moe_narrow {self.of}", 1)
 
     def shared(self, new: TensorFactory) -> Inputs:
-        made: Inputs = {}
         e, n, i = self.experts, self.hidden, self.intermediate
-        largest = {"fp8": 256, "int8": 128, "int4": 8}[self.format]
-        for name, rows, k in (("w_gate_up", 2 * i, n), ("w_down", n, i)):
-            columns, most = (k // 2, 0xFF) if self.format == "int4" else (k, 0x7E)
-            made[name] = new.integers(0, most, e, rows, columns, dtype=torch.uint8).view(NARROW[self.format])
-            made[f"{name}_scales"] = new.uniform(e, *self.groups.shape(rows, k)) * (k**-0.5 / largest)
-        return made
+        up, down = self.of.parts(new, e, 2 * i, n), self.of.parts(new, e, n, i)
+        return {"w_gate_up": up[0], "w_gate_up_scales": up[1], "w_down": down[0], "w_down_scales": down[1]}
 
     def _both(self, x: Inputs) -> list[Weight]:
-        return [Weight(x[name], x[f"{name}_scales"], self.format, self.groups) for name in ("w_gate_up", "w_down")]
+        names = ("w_gate_up", "w_down")
+        return [Weight(x[name], x[f"{name}_scales"], self.of.format, self.of.groups) for name in names]
 
     def run(self, x: Inputs) -> tuple[torch.Tensor, ...]:
         return (fused_moe(x["x"], *self._both(x), x["weights"], x["ids"]),)
@@ -83,7 +71,7 @@ TUNABLE = Tunable(
     also=(moe_experts, grouping, narrow, widen),
     default=tiles.narrow_config,
     problems=tuple(
-        NarrowFusedMoe(tokens, 128, 8, 2048, 768, format, group)
+        NarrowFusedMoe(tokens, 128, 8, 2048, 768, NarrowFormat(format, group))
         for format, group in (("fp8", 128), ("int4", 128))
         for tokens in (1, 16, 256, 2048)
     ),

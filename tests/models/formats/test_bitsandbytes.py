@@ -1,11 +1,10 @@
 """Checkpoints of bitsandbytes: NF4 and FP4 with and without double quantization, and int8."""
 
 import json
-import shutil
 
 import pytest
 import torch
-from support.checkpoints import edit, refused
+from support.checkpoints import refused_after
 from support.narrow_formats import check_pair, integers, positive, write_pair
 
 from tritonllm.models.formats.registry import format_of
@@ -95,9 +94,7 @@ WRONG = {"blocksize": 64, "shape": [64, 32]}
     ],
 )
 def test_bad_files(tmp_path, good, change, message):
-    shutil.copytree(good, tmp_path, dirs_exist_ok=True)
-    edit(tmp_path, change)
-    refused(tmp_path, message)
+    refused_after(change, good, tmp_path, message)
 
 
 def test_another_storage():

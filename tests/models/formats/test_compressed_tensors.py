@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from support.checkpoints import edit, refused
+from support.checkpoints import refused, refused_after
 from support.narrow_formats import check_pair, float8, integers, of_blocks, positive, write_pair
 
 from tritonllm.models.formats.registry import format_of
@@ -210,9 +210,7 @@ def good(tmp_path_factory):
     ],
 )
 def test_bad_files(tmp_path, good, change, message):
-    shutil.copytree(good, tmp_path, dirs_exist_ok=True)
-    edit(tmp_path, change)
-    refused(tmp_path, message)
+    refused_after(change, good, tmp_path, message)
 
 
 @pytest.mark.parametrize(

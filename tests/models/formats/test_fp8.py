@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.checkpoints import edit, refused
+from support.checkpoints import refused, refused_after
 from support.narrow_formats import check_pair, config_of, float8, of_blocks, positive, stack_experts, write_pair
 
 from tritonllm.models.formats.registry import format_of
@@ -128,9 +128,7 @@ def good(tmp_path_factory):
     ],
 )
 def test_bad_files(tmp_path, good, change, message):
-    shutil.copytree(good, tmp_path, dirs_exist_ok=True)
-    edit(tmp_path, change)
-    refused(tmp_path, message)
+    refused_after(change, good, tmp_path, message)
 
 
 def test_float8_without_a_word_in_the_configuration(tmp_path, good):

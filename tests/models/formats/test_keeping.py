@@ -14,7 +14,7 @@ from tritonllm.models.decoder import Decoder
 from tritonllm.models.families import spec_from_config
 from tritonllm.models.formats.keeping import Arrival, assemble
 from tritonllm.models.formats.piece import NarrowPiece
-from tritonllm.models.quantization import narrowing, quantize_layers, settle
+from tritonllm.models.quantization import narrowing, quantize_layers
 from tritonllm.models.slots import Slot
 from tritonllm.models.weights import load_weights
 
@@ -81,6 +81,7 @@ def test_what_is_not_kept():
         Arrival(slot, piece, turned=True),
         Arrival(half, NarrowPiece(piece.numbers[:, :32], piece.scales[:, :1], piece.groups)),
         Arrival(slot, nan),
+        Arrival(slot, NarrowPiece(piece.numbers, torch.full((4, 2), torch.inf), piece.groups)),
     ):
         assert assemble((4, 64), [arrival]) is None
     other = NarrowPiece(piece.numbers, piece.scales[:, :1], Groups())
@@ -176,8 +177,7 @@ def test_weights_are_made_narrow_one_by_one(tmp_path, quantization):
     spec, sizes = spec_from_config(checkpoint.read_config(pair.wide)), {"dtype": torch.float32, "max_model_len": 16}
     with deferred():
         model = Decoder(spec, **sizes, device=torch.device("cpu"))
-    load_weights(model, pair.wide, device=torch.device("cpu"), then=narrowing(model, quantization))
-    settle(model, quantization)
+    load_weights(model, pair.wide, then=narrowing(model, quantization))
     expected = Decoder(spec, **sizes, device=torch.device("cpu"))
     load_weights(expected, pair.wide)
     quantize_layers(expected, quantization)

@@ -12,6 +12,7 @@ import triton.language as tl
 from tritonllm.kernels.attention.arguments import AttentionArgs, Options, Pages, Scales
 from tritonllm.kernels.elementwise import tanh_series
 from tritonllm.kernels.runtime.checks import FLOATS, check_same_dtype, check_tensor, require
+from tritonllm.kernels.runtime.float8 import require_float8
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -101,15 +102,10 @@ def check_cache_dtype(k_cache: torch.Tensor, name: str, x: torch.Tensor) -> None
         check_same_dtype("k_cache (unless it is torch.float8_e4m3fn)", k_cache, name, x)
 
 
-def require_float8(t: torch.Tensor) -> None:
-    """Raise if ``t`` is float8 on a GPU that cannot convert it."""
-    if t.dtype == torch.float8_e4m3fn and t.is_cuda:
-        major, minor = torch.cuda.get_device_capability(t.device)
-        require(
-            (major, minor) >= (8, 9),
-            f"k_cache is {t.dtype}, which needs compute capability 8.9 or more and this GPU has {major}.{minor}: "
-            "use a cache of the model's dtype",
-        )
+def check_float8(k_cache: torch.Tensor) -> None:
+    """Raise if the cache is float8 on a GPU that cannot convert it."""
+    if k_cache.dtype == torch.float8_e4m3fn:
+        require_float8("k_cache", k_cache.device, "use a cache of the model's dtype")
 
 
 def check_positive(name: str, number: float) -> None:

@@ -16,9 +16,9 @@ from tritonllm.kernels.attention import cpu
 from tritonllm.kernels.attention.arguments import AttentionArgs, Hints, Options, Pages, Queries
 from tritonllm.kernels.attention.common import (
     check_attention,
+    check_float8,
     dtype_name,
     reference_attention,
-    require_float8,
     visible_keys,
 )
 from tritonllm.kernels.attention.portable.few import few_config, few_row_tiles
@@ -176,7 +176,7 @@ def _reference(q: torch.Tensor, pages: Pages, hints: Hints, args: AttentionArgs)
 
 @register_op(mutates=("workspace", "out", "lse"), reference=_reference, cpu=cpu.decode)
 def _paged_decode_attention(q: torch.Tensor, pages: Pages, hints: Hints, args: AttentionArgs) -> None:
-    require_float8(pages.k_cache)
+    check_float8(pages.k_cache)
     if len(q) == 0:
         return
     config = decode_config(q, pages, hints, args.window)

@@ -9,7 +9,7 @@ import torch
 
 from tritonllm.kernels.attention import cpu
 from tritonllm.kernels.attention.arguments import AttentionArgs, Heads, Hints, Options, Pages, Queries, Scales, Slots
-from tritonllm.kernels.attention.common import check_attention, require_float8
+from tritonllm.kernels.attention.common import check_attention, check_float8
 from tritonllm.kernels.attention.decode import DECODE, check_hints, decode_config
 from tritonllm.kernels.attention.portable import few
 from tritonllm.kernels.attention.portable.projection import Projection
@@ -43,7 +43,7 @@ def _fused_decode_attention(
     hints: Hints,
     args: AttentionArgs,
 ) -> None:
-    require_float8(pages.k_cache)
+    check_float8(pages.k_cache)
     if len(qkv) == 0:
         return
     q = split_heads(qkv, pages.k_cache)[0]

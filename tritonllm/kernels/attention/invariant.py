@@ -14,9 +14,9 @@ from tritonllm.kernels.attention import cpu
 from tritonllm.kernels.attention.arguments import AttentionArgs, Hints, Options, Pages, Queries
 from tritonllm.kernels.attention.common import (
     check_attention,
+    check_float8,
     dtype_name,
     reference_attention,
-    require_float8,
     visible_keys,
 )
 from tritonllm.kernels.attention.portable import segments
@@ -88,7 +88,7 @@ def _on_cpu(queries: Queries, pages: Pages, hints: Hints, args: AttentionArgs) -
 @register_op(mutates=("out", "lse"), reference=_reference, cpu=_on_cpu)
 def _batch_invariant_attention(queries: Queries, pages: Pages, hints: Hints, args: AttentionArgs) -> None:
     q, kv_heads = queries.q, pages.k_cache.shape[2]
-    require_float8(pages.k_cache)
+    check_float8(pages.k_cache)
     if len(q) > 0 and len(pages.seq_lens) > 0:
         most_keys = hints.most_keys(pages)
         decodes = queries.max_seqlen_q == 1 and q.shape[1] <= 16 * kv_heads and most_keys <= segments.SEGMENT_KEYS

@@ -13,8 +13,8 @@ from tritonllm.kernels.attention.common import (
     as_movable,
     check_cache_dtype,
     check_caches,
+    check_float8,
     check_scales,
-    require_float8,
 )
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.checks import check_tensor
@@ -158,7 +158,7 @@ def _store_reference(k: torch.Tensor, v: torch.Tensor, slots: Slots, scales: Sca
 @register_op(mutates=("k_cache", "v_cache"), reference=_store_reference)
 def _store_kv(k: torch.Tensor, v: torch.Tensor, slots: Slots, scales: Scales) -> None:
     k_cache, v_cache, slot_mapping = slots
-    require_float8(k_cache)
+    check_float8(k_cache)
     tokens, kv_heads, head_size = k.shape
     columns = kv_heads * head_size
     if k.numel() == 0:

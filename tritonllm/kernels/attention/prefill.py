@@ -13,9 +13,9 @@ from tritonllm.kernels.attention import cpu
 from tritonllm.kernels.attention.arguments import AttentionArgs, Hints, Options, Pages, Queries
 from tritonllm.kernels.attention.common import (
     check_attention,
+    check_float8,
     dtype_name,
     reference_attention,
-    require_float8,
     visible_keys,
 )
 from tritonllm.kernels.attention.decode import DECODE, SM90_ROWS, check_workspace, sm90_config
@@ -167,7 +167,7 @@ def _reference(queries: Queries, pages: Pages, hints: Hints, args: AttentionArgs
 
 @register_op(mutates=("workspace", "out", "lse"), reference=_reference, cpu=cpu.prefill)
 def _varlen_prefill_attention(queries: Queries, pages: Pages, hints: Hints, args: AttentionArgs) -> None:
-    require_float8(pages.k_cache)
+    check_float8(pages.k_cache)
     if len(queries.q) > 0 and len(pages.seq_lens) > 0:
         launch(queries, pages, hints, args)
 

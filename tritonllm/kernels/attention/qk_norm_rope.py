@@ -14,9 +14,9 @@ from tritonllm.kernels.attention.arguments import Heads, Scales, Slots
 from tritonllm.kernels.attention.common import (
     check_cache_dtype,
     check_caches,
+    check_float8,
     check_head_size,
     check_scales,
-    require_float8,
 )
 from tritonllm.kernels.attention.kv_cache import inverse_scale
 from tritonllm.kernels.attention.prepare_heads import load_weights, prepare_heads
@@ -176,7 +176,7 @@ def split_heads(qkv: torch.Tensor, k_cache: torch.Tensor) -> tuple[torch.Tensor,
 @register_op(mutates=("qkv", "k_cache", "v_cache"), reference=_reference, cpu=cpu.qk_norm_rope_store)
 def _qk_norm_rope_store(qkv: torch.Tensor, constant_weight: bool, slots: Slots, heads: Heads, scales: Scales) -> None:
     k_cache, v_cache, slot_mapping = slots
-    require_float8(k_cache)
+    check_float8(k_cache)
     tokens = qkv.shape[0]
     if tokens == 0:
         return

@@ -11,8 +11,8 @@ from tritonllm.kernels.attention import cpu
 from tritonllm.kernels.attention.arguments import AttentionArgs, Hints, Options, Pages, Queries
 from tritonllm.kernels.attention.common import (
     check_attention,
+    check_float8,
     reference_attention,
-    require_float8,
     visible_keys,
 )
 from tritonllm.kernels.attention.decode import (
@@ -69,7 +69,7 @@ VERIFY = Variants(
 
 @register_op(mutates=("workspace", "out", "lse"), reference=_reference, cpu=cpu.verify)
 def _paged_verify_attention(queries: Queries, pages: Pages, hints: Hints, args: AttentionArgs) -> None:
-    require_float8(pages.k_cache)
+    check_float8(pages.k_cache)
     if len(queries.q) == 0 or len(pages.seq_lens) == 0:
         return
     key = config_key(queries.q, pages, queries.max_seqlen_q) | {"tree": "no" if queries.tree_mask is None else "yes"}

@@ -7,10 +7,11 @@ apart.
 from tritonllm.kernels.dense.arguments import Scaled, half_unit
 from tritonllm.kernels.dense.cpu import row_by_row, rows_apart
 from tritonllm.kernels.dense.narrow import check_narrow, narrow_key, widen_numbers
-from tritonllm.kernels.dense.weight import NARROW, Groups, Weight, elements, load_tile, tile_at
+from tritonllm.kernels.dense.weight import FORMAT_OF, NARROW, Groups, Weight, elements, load_tile, tile_at
 from tritonllm.kernels.dense.widen import widen_bytes, widen_nibbles, widens_in_place
 
 __all__ = [
+    "FORMAT_OF",
     "NARROW",
     "Groups",
     "Scaled",

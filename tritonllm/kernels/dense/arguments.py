@@ -45,9 +45,14 @@ NOT_SCALED = Scaled()
 UNIT = 128  # columns whose first half is in the low nibbles of as many bytes, and whose second is in the high, at most
 
 
+def columns_of_unit(group_columns: int) -> int:
+    """How many columns of a weight of four bits are packed together, of which so many (0: all) share a scale."""
+    return min(group_columns or UNIT, UNIT)
+
+
 def half_unit(weight: torch.Tensor, scaled: Scaled) -> int:
     """How many neighbouring columns are low nibbles of a weight of four bits; 0 for another."""
-    return min(scaled.group_columns or UNIT, UNIT) // 2 if weight.dtype == torch.uint8 else 0
+    return columns_of_unit(scaled.group_columns) // 2 if weight.dtype == torch.uint8 else 0
 
 
 class NextNorm(NamedTuple):

@@ -10,11 +10,12 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonllm.kernels.dense.arguments import NOT_SCALED, UNIT, Scaled, half_unit
-from tritonllm.kernels.dense.weight import FP8, INT4, INT8, NARROW, PLAIN, Groups, Weight, load_tile, tile_at
+from tritonllm.kernels.dense.arguments import NOT_SCALED, Scaled, columns_of_unit, half_unit
+from tritonllm.kernels.dense.weight import FORMAT_OF, FP8, INT4, INT8, NARROW, PLAIN, Groups, Weight, load_tile, tile_at
 from tritonllm.kernels.dense.widen import widen_bytes, widen_nibbles, widens_in_place
 from tritonllm.kernels.runtime.checks import check_tensor, require
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
+from tritonllm.kernels.runtime.float8 import require_float8
 from tritonllm.kernels.runtime.registry import register_op, with_reference
 
 LARGEST = {FP8: 448.0, INT8: 127.0, INT4: 7.0}
@@ -80,7 +81,7 @@ def quantize_weight(
 
 def unit_of(groups: Groups) -> int:
     """The columns of a weight of four bits that are packed together (:mod:`tritonllm.kernels.dense.weight`)."""
-    return min(groups.columns or UNIT, UNIT)
+    return columns_of_unit(groups.columns)
 
 
 def pack_nibbles(numbers: torch.Tensor, groups: Groups) -> torch.Tensor:
@@ -151,18 +152,13 @@ def check_narrow(name: str, weight: Weight, k: int, x: torch.Tensor, *, stacked:
         check_tensor(f"{name}.zeros", weight.zeros, shape, dtype=torch.uint8, like=x)
         same = weight.zeros.stride()[:-1] == weight.scales.stride()[:-1]
         require(same, f"{name}.zeros must have the strides of {name}.scales")
-    if weight.format == FP8 and x.is_cuda:
-        major, minor = torch.cuda.get_device_capability(x.device)
-        require(
-            (major, minor) >= (8, 9),
-            f"{name} is float8 on a GPU of compute capability {major}.{minor}, and float8 needs 8.9 or more: use int8",
-        )
+    if weight.format == FP8:
+        require_float8(name, x.device, "use int8")
 
 
 def narrow_key(weight: torch.Tensor, scaled: Scaled) -> dict[str, int | str]:
     """What of a narrow weight decides the kernel, beside its shape."""
-    formats = {dtype: name for name, dtype in NARROW.items()}
-    return {"format": formats[weight.dtype], "group": scaled.group_columns}
+    return {"format": FORMAT_OF[weight.dtype], "group": scaled.group_columns}
 
 
 @triton.jit

@@ -28,6 +28,7 @@ from tritonllm.kernels.runtime.checks import require
 PLAIN, ONEDNN, FP8, INT8, INT4 = "plain", "onednn", "fp8", "int8", "int4"
 # formats with scales, and the dtype of what holds their elements
 NARROW = {FP8: torch.float8_e4m3fn, INT8: torch.int8, INT4: torch.uint8}
+FORMAT_OF = {dtype: format for format, dtype in NARROW.items()}
 # Of a weight that a program asks for before the kernel before it ends. The four products of a layer, 5 to 32 rows, take
 # less on an H100: of Qwen3-0.6B 3 to 6%, a half of Llama-3.1-70B 1%, of Llama-3.1-8B and 3.2-1B 0 to 0.5%. With 64 KB
 # all but the half take more, up to 7%: what is asked for takes the memory's time from the kernel before.
@@ -58,7 +59,7 @@ class Weight(NamedTuple):
         scales: ``groups.shape(N, K)`` float32, float16 or bfloat16 of the narrow formats, else ``None``.
         format: ``"plain"``, ``"onednn"``, ``"fp8"``, ``"int8"`` or ``"int4"``.
         groups: what shares a scale and a zero point.
-        zeros: the zero points of ``"int4"``, shaped as the scales, uint8 from 0 to 15; ``None``: all are 8.
+        zeros: the zero points of ``"int4"``, shaped as the scales, uint8 from 0 to 16; ``None``: all are 8.
     """
 
     data: torch.Tensor

@@ -124,7 +124,7 @@ def widen_bytes(b_bytes, dtype: tl.constexpr, IN_PLACE: tl.constexpr):
 
 @triton.jit
 def widen_nibbles(b_bytes, b_zero, dtype: tl.constexpr, IN_PLACE: tl.constexpr):
-    """The low and the high four bits of each byte less ``b_zero`` (float32, 0 to 15, as wide as the tile or 1)."""
+    """The low and the high four bits of each byte less ``b_zero`` (float32, 0 to 16, as wide as the tile or 1)."""
     if dtype == tl.float32:
         b_low, b_high = widen_nibbles(b_bytes, b_zero, tl.bfloat16, IN_PLACE)
         b_low, b_high = b_low.to(tl.float32), b_high.to(tl.float32)

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from tritonllm.kernels.dense import (
+    FORMAT_OF,
     NARROW,
     Groups,
     Scaled,
@@ -236,7 +237,7 @@ def check_experts(x: torch.Tensor, experts: Experts, residual: torch.Tensor | No
     check_tensor("x", x, ("T", "N"))
     n = x.shape[1]
     if experts.narrow:
-        format = next(name for name, dtype in NARROW.items() if dtype == w_gate_up.dtype)
+        format = FORMAT_OF[w_gate_up.dtype]
         groups = Groups(experts.group_rows, experts.group_columns)
         for name, weight, scaled, k in (
             ("w_gate_up", w_gate_up, experts.scaled_gate_up, n),

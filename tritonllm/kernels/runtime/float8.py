@@ -7,13 +7,34 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonllm.kernels.runtime.checks import require
+from tritonllm.kernels.runtime.chip import chip_of
 
 DTYPE = torch.float8_e4m3fn
 LARGEST = 448.0
 SMALLEST_ROW = 1e-30  # a row whose largest magnitude is below counts as if it were this: its inverse is finite
 _INVERSE_LARGEST: tl.constexpr = tl.constexpr(1.0 / LARGEST)
 _SMALLEST_ROW: tl.constexpr = tl.constexpr(SMALLEST_ROW)
+
+
+def has_float8(device: torch.device) -> bool:
+    """Whether the chip behind ``device`` converts e4m3: NVIDIA's from compute capability 8.9 on; without a chip, torch
+    and the interpreter do."""
+    chip = chip_of(device)
+    return chip is None or (isinstance(chip.arch, int) and chip.arch >= 89)
+
+
+def require_float8(what: str, device: torch.device, instead: str) -> None:
+    """Raise if ``what``, which is float8, is on a GPU that cannot convert it; ``instead`` says what to do then.
+
+    Raises:
+        ValueError: it is.
+    """
+    chip = chip_of(device) if device.type == "cuda" else None
+    if chip is not None and not has_float8(device):
+        arch = f"{chip.arch // 10}.{chip.arch % 10}" if isinstance(chip.arch, int) else chip.arch
+        raise ValueError(
+            f"{what} is float8, which needs a GPU of compute capability 8.9 or more, this one has {arch}: {instead}"
+        )
 
 
 @triton.jit
@@ -39,11 +60,6 @@ def empty_rows(x: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
     Raises:
         ValueError: a GPU without float8.
     """
-    if x.is_cuda:
-        major, minor = torch.cuda.get_device_capability(x.device)
-        require(
-            (major, minor) >= (8, 9),
-            f"x is on a GPU of compute capability {major}.{minor}, and float8 needs 8.9 or more: do not quantize there",
-        )
+    require_float8("what is made of x", x.device, "do not quantize there")
     q = torch.empty((*x.shape[:-1], n), dtype=DTYPE, device=x.device)
     return q, torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)

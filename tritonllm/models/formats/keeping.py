@@ -1,9 +1,9 @@
 """Pieces of narrow weights put together as products read them, without being widened.
 
-Nothing is rounded: a weight is kept where float8, int8 or four bits with scales and zero points of groups of columns
-hold what the checkpoint says, and the kernels' formats have room for it. The loader widens what they do not hold:
-numbers that stand for others (4-bit floats), columns in another order, groups that a rank's part cuts through, or parts
-of a parameter that differ in these.
+Nothing is rounded: a weight is kept where float8 (on a chip that converts it), int8 or four bits with scales and zero
+points of groups of columns hold what the checkpoint says, and the kernels' formats have room for it. The loader widens
+what they do not hold: numbers that stand for others (4-bit floats), columns in another order, groups that a rank's part
+cuts through, parts of a parameter that differ in these, and values that are not finite, which it then names.
 """
 
 from collections.abc import Iterable
@@ -13,6 +13,7 @@ import torch
 
 from tritonllm.kernels.dense.narrow import pack_nibbles, unit_of
 from tritonllm.kernels.dense.weight import FP8, INT4, INT8, NARROW, Groups, Weight
+from tritonllm.kernels.runtime.float8 import has_float8
 from tritonllm.models.formats.piece import NarrowPiece
 from tritonllm.models.slots import Slot
 
@@ -73,6 +74,8 @@ def assemble(shape: tuple[int, ...], arrivals: Iterable[Arrival]) -> Weight | No
         return None
     if any(piece.values is not None or piece.column_groups is not None for piece in pieces):
         return None
+    if not all(bool(piece.scales.isfinite().all()) for piece in pieces):
+        return None  # widened, the values are named
     groups = Groups(1, across.pop())
     found = _format(pieces, groups, k)
     if found is None:
@@ -109,7 +112,8 @@ def _format(pieces: list[NarrowPiece], groups: Groups, k: int) -> tuple[str, lis
     if kinds == {torch.float8_e4m3fn}:
         nan = any(bool(((piece.numbers.view(torch.uint8) & _FP8_NAN) == _FP8_NAN).any()) for piece in pieces)
         plain = all(piece.zeros is None for piece in pieces) and not nan
-        return (FP8, [_Numbers(None, None, None)] * len(pieces)) if plain and _fits(FP8, groups, k) else None
+        plain &= has_float8(pieces[0].numbers.device) and _fits(FP8, groups, k)
+        return (FP8, [_Numbers(None, None, None)] * len(pieces)) if plain else None
     if torch.float8_e4m3fn in kinds:
         return None
     numbers = [_numbers(piece) for piece in pieces]

@@ -56,20 +56,23 @@ def format_in(folder: Path) -> CheckpointFormat:
     Raises:
         ValueError: as :func:`format_of`.
     """
-    file, apart = folder / "config.json", folder / MODELOPT_FILE
-    quantization = quantization_of(read_json(file)) if file.exists() else None
-    if quantization is None and apart.exists():
-        quantization = {"quant_method": "modelopt", **(read_json(apart).get("quantization") or {})}
+    quantization = _said_in(folder)
     return Mxfp4() if quantization is None else format_of(quantization)
 
 
 def stored_format(folder: Path) -> str | None:
     """What the checkpoint in a folder calls its narrow format; ``None`` where it says nothing."""
-    file = folder / "config.json"
+    quantization = _said_in(folder)
+    return None if quantization is None else str(quantization.get("quant_method"))
+
+
+def _said_in(folder: Path) -> Mapping[str, Any] | None:
+    """What ``config.json``, or ModelOpt's file beside it, says of the weights."""
+    file, apart = folder / "config.json", folder / MODELOPT_FILE
     quantization = quantization_of(read_json(file)) if file.exists() else None
-    if quantization is not None:
-        return str(quantization.get("quant_method"))
-    return "modelopt" if (folder / MODELOPT_FILE).exists() else None
+    if quantization is None and apart.exists():
+        return {"quant_method": "modelopt", **(read_json(apart).get("quantization") or {})}
+    return quantization
 
 
 def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -16,6 +16,7 @@ from tritonllm.kernels.dense.weight import fetch_ahead, lines_ahead, load_tile, 
 from tritonllm.kernels.dense.widen import widen_bytes, widen_nibbles, widens_in_place
 from tritonllm.kernels.elementwise import activate
 from tritonllm.kernels.runtime import tuning
+from tritonllm.kernels.runtime.chip import on_amd
 from tritonllm.kernels.runtime.dependent_launch import let_next_start, wait_for_previous
 
 
@@ -197,7 +198,7 @@ def launch_tiles(
         GROUP_N=scaled.group_rows,
         GROUP_K=scaled.group_columns,
         HALF=half,
-        TURNED=bool(config.get("TURNED", False)),
+        TURNED=config.get("TURNED", False) and not on_amd(weight.device),  # whose pipeliner fails with it
         IN_PLACE=scaled.scales is not None and widens_in_place(weight.device),
         AHEAD=lines_ahead(config["BLOCK_N"], weight.shape[1] // split, weight) if fused.constant_weight else 0,
         num_warps=config["num_warps"],
