@@ -9,8 +9,9 @@ from support.attention import FP8, LAYOUTS, nan_caches
 from support.compare import FLOATS
 
 from tritonllm.kernels import copy_blocks, copy_blocks_ref, store_kv, store_kv_ref
-from tritonllm.kernels.attention.common import require_float8
-from tritonllm.kernels.runtime import tuning
+from tritonllm.kernels.attention.common import check_float8
+from tritonllm.kernels.runtime import float8, tuning
+from tritonllm.kernels.runtime.chip import Chip
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -152,12 +153,12 @@ def test_bad_copy_arguments(change, message):
             fn(**{**good, **change})
 
 
-@pytest.mark.parametrize(("capability", "fits"), [((8, 0), False), ((8, 9), True), ((9, 0), True)])
-def test_float8_needs_a_gpu_that_knows_it(monkeypatch, capability, fits):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    cache = SimpleNamespace(dtype=FP8, is_cuda=True, device="cuda:0")
+@pytest.mark.parametrize(("arch", "fits"), [(80, False), (89, True), (90, True), ("gfx942", False)])
+def test_float8_needs_a_gpu_that_knows_it(monkeypatch, arch, fits):
+    monkeypatch.setattr(float8, "chip_of", lambda device: Chip("cuda", arch, 132))
+    cache = SimpleNamespace(dtype=FP8, device=torch.device("cuda"))
     with nullcontext() if fits else pytest.raises(ValueError, match=r"k_cache is .* use a cache of the model's dtype"):
-        require_float8(cache)
+        check_float8(cache)
 
 
 def test_operators(device):

@@ -16,7 +16,8 @@ from tritonllm.kernels import (
     silu_and_mul_quantize_ref,
     silu_and_mul_ref,
 )
-from tritonllm.kernels.runtime import tuning
+from tritonllm.kernels.runtime import float8, tuning
+from tritonllm.kernels.runtime.chip import Chip
 from tritonllm.kernels.runtime.float8 import LARGEST, empty_rows
 
 dtypes = st.sampled_from(FLOATS)
@@ -148,9 +149,9 @@ def test_bad_silu_arguments(x, message):
 
 
 def test_needs_a_gpu_that_knows_float8(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    with pytest.raises(ValueError, match=r"capability 8\.6, and float8 needs 8\.9"):
-        empty_rows(SimpleNamespace(is_cuda=True, device="cuda:0", shape=(2, 4)), 4)
+    monkeypatch.setattr(float8, "chip_of", lambda device: Chip("cuda", 86, 84))
+    with pytest.raises(ValueError, match=r"what is made of x is float8, .* this one has 8\.6: do not quantize there"):
+        empty_rows(SimpleNamespace(device=torch.device("cuda"), shape=(2, 4)), 4)
 
 
 def test_operators(device):

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from support.narrow_formats import check_pair, float8, integers, kept, positive, write_pair
 
 from tritonllm.kernels import Groups, widen_weight
+from tritonllm.kernels.runtime.chip import Chip
 from tritonllm.layers.moe import MoE
 from tritonllm.layers.parameters import deferred
 from tritonllm.models import checkpoint
@@ -88,6 +89,14 @@ def test_what_is_not_kept():
     assert (
         assemble((8, 64), [Arrival(slot, piece), Arrival(Slot(parameter="w", shape=(4, 64), start=4), other)]) is None
     )
+
+
+def test_float8_is_widened_where_the_chip_does_not_convert_it(monkeypatch):
+    numbers = float8((4, 64), torch.Generator())
+    arrival = Arrival(Slot(parameter="w", shape=(4, 64)), NarrowPiece(numbers, torch.ones(4, 1), Groups()))
+    assert assemble((4, 64), [arrival]).format == "fp8"
+    monkeypatch.setattr("tritonllm.kernels.runtime.float8.chip_of", lambda device: Chip("cuda", 80, 108))
+    assert assemble((4, 64), [arrival]) is None
 
 
 def rows(shape, generator):
