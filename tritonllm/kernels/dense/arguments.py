@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import torch
 
+from tritonllm.kernels.dense.weight import BYTE_SCALES
+
 HEAVY = 2**62  # `together` of a layer that has other kernels than products of few rows between its products
 
 
@@ -39,6 +41,7 @@ class Scaled(NamedTuple):
     group_rows: int = 1
     group_columns: int = 0
     zeros: torch.Tensor | None = None
+    row_scales: torch.Tensor | None = None
 
 
 NOT_SCALED = Scaled()
@@ -53,6 +56,22 @@ def columns_of_unit(group_columns: int) -> int:
 def half_unit(weight: torch.Tensor, scaled: Scaled) -> int:
     """How many neighbouring columns are low nibbles of a weight of four bits; 0 for another."""
     return columns_of_unit(scaled.group_columns) // 2 if weight.dtype == torch.uint8 else 0
+
+
+def block_of_columns(most: int, weight: torch.Tensor, scaled: Scaled) -> int:
+    """How many columns of a weight a tile has, at most ``most`` where it can be: whole units, and of one group; of
+    floats of four bits, which get their scales where they are widened, of any number of groups."""
+    of_one = scaled.scales is None or scaled.scales.dtype not in BYTE_SCALES
+    block = min(most, scaled.group_columns or most) if of_one else most
+    return max(block, 2 * half_unit(weight, scaled))
+
+
+def scales_for_kernel(scaled: Scaled) -> tuple[torch.Tensor | None, str | None]:
+    """What a kernel reads as scales, and what it takes bytes for: ``"e8m0"`` or ``"e4m3"``, ``None`` for other scales.
+    Triton has no type for the first, and not on all chips one for the second."""
+    scales = scaled.scales
+    kind = None if scales is None else BYTE_SCALES.get(scales.dtype)
+    return (scales, None) if scales is None or kind is None else (scales.view(torch.uint8), kind)
 
 
 class NextNorm(NamedTuple):

@@ -11,6 +11,7 @@ import triton
 
 from tritonllm.kernels.dense.invariant import SMALL
 from tritonllm.kernels.dense.portable.rows import MAX_ROWS
+from tritonllm.kernels.dense.weight import PACKED
 from tritonllm.kernels.runtime import tuning
 
 TORCH = {"kernel": "torch"}
@@ -103,9 +104,10 @@ def default_narrow_config(m: int, n: int, k: int, gated: str, format: str, group
     Of some 30 configurations for four weights of Llama-3.1-8B, on an H200. One row: 4 rows of a weight of up to 4096
     columns, one of a longer; of four bits and gated, tiles. Up to 32 rows the tensor cores take the rows as their left
     operand, beyond them the weights, from registers. What a group scales is a product of its own, so tiles have its
-    columns at most (docs/notebook/narrow-products.md).
+    columns at most (docs/notebook/narrow-products.md); floats of four bits get their scales where they are widened, and
+    have the tiles of integers in groups of 128.
     """
-    small, bits4 = n * k <= SMALL, format == "int4"
+    small, bits4 = n * k <= SMALL, format in PACKED
     if m == 1 and not (bits4 and gated == "yes" and not small):
         return _rows_of_one(n, k, gated, group)
     if small and not group:

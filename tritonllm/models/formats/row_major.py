@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
+from tritonllm.kernels.dense.narrow import e2m1_values
 from tritonllm.kernels.dense.weight import Groups
-from tritonllm.models.formats.bits import e2m1_values, nibbles, unpack
+from tritonllm.models.formats.bits import nibbles, unpack
 from tritonllm.models.formats.narrow_tensor import Parts
 from tritonllm.models.formats.piece import NarrowPiece, cut_out
 

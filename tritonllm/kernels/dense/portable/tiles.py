@@ -11,9 +11,16 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonllm.kernels.dense.arguments import Fused, Operands, Scaled, half_unit
+from tritonllm.kernels.dense.arguments import Fused, Operands, Scaled, block_of_columns, half_unit, scales_for_kernel
 from tritonllm.kernels.dense.weight import fetch_ahead, lines_ahead, load_tile, tile_at
-from tritonllm.kernels.dense.widen import widen_bytes, widen_nibbles, widens_in_place
+from tritonllm.kernels.dense.widen import (
+    load_scales,
+    read_scales,
+    widen_bytes,
+    widen_floats4,
+    widen_nibbles,
+    widens_in_place,
+)
 from tritonllm.kernels.elementwise import activate
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.chip import on_amd
@@ -37,6 +44,7 @@ def linear_tiles_kernel(
     bias_ptr,  # [N] or [2 N], or None
     scales_ptr,  # [weight rows / GROUP_N, K / GROUP_K], or None
     zeros_ptr,  # likewise, uint8; None: 8 where there are nibbles
+    row_scales_ptr,  # [weight rows], or None
     out_ptr,  # [M, N]; read too if ADD
     part_ptr,  # [SPLIT_K, M, weight rows] float32
     count_ptr,  # [programs along N] int32 zeros, which they are again in the end
@@ -59,9 +67,10 @@ def linear_tiles_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_N: tl.constexpr,
-    GROUP_K: tl.constexpr,  # BLOCK_K divides it; 0: a group has all columns
+    GROUP_K: tl.constexpr,  # BLOCK_K divides it, or with SCALES is divided by it; 0: a group has all columns
     HALF: tl.constexpr,  # so many columns are the low nibbles of so many bytes, and the next the high; 0: no nibbles
     TURNED: tl.constexpr,  # the weight is the left operand, which the tensor cores of Hopper take from registers
+    SCALES: tl.constexpr,  # what bytes of scales are: of floats of four bits; None: numbers
     IN_PLACE: tl.constexpr,
     AHEAD: tl.constexpr,  # lines of each row of the weight that are asked for before the kernel before this one ends
 ):
@@ -109,10 +118,16 @@ def linear_tiles_kernel(
                 b_zero = tl.load(zeros_ptr + b_group + start // GROUP_K).to(tl.float32)
             m_high = m_m if EVEN_K else m_m & m_k
             b_high_x = tl.load(p_x + start + HALF, mask=m_high, other=0.0)
-            b_weight, b_high = widen_nibbles(b_weight, b_zero[:, None], b_x.dtype, IN_PLACE)
+            if SCALES is None:
+                b_weight, b_high = widen_nibbles(b_weight, b_zero[:, None], b_x.dtype, IN_PLACE)
+            else:
+                b_scale = tl.full([1, 1], 1.0, tl.float32)
+                if GROUP_K:
+                    b_scale = load_scales(p_factor[:, None], start, K, None, GROUP_K, BLOCK_K, SCALES)
+                b_weight, b_high = widen_floats4(b_weight, b_scale, b_x.dtype, IN_PLACE)
         elif scales_ptr is not None:
             b_weight = widen_bytes(b_weight, b_x.dtype, IN_PLACE)
-        if GROUP_K:
+        if GROUP_K and SCALES is None:
             b_product = _multiply(b_x, b_weight, tl.zeros_like(acc), TURNED)
             if HALF:
                 b_product = _multiply(b_high_x, b_high, b_product, TURNED)
@@ -139,7 +154,9 @@ def linear_tiles_kernel(
                 acc += tl.load(p_part + i * stride_part, mask=m_m, other=0.0, cache_modifier=".cg")
     if last:
         if scales_ptr is not None and not GROUP_K:
-            acc *= tl.load(p_factor).to(tl.float32)[None, :]
+            acc *= read_scales(tl.load(p_factor), SCALES)[None, :]
+        if row_scales_ptr is not None:
+            acc *= tl.load(row_scales_ptr + b_row)[None, :]
         if bias_ptr is not None:
             acc += tl.load(bias_ptr + b_row).to(tl.float32)[None, :]
         if GATED:
@@ -161,9 +178,8 @@ def launch_tiles(
 ) -> None:
     x, weight, bias, _, out, workspace = operands
     (m, k), rows = x.shape, len(weight)
-    half = half_unit(weight, scaled)
-    block_k, split = min(config["BLOCK_K"], scaled.group_columns or config["BLOCK_K"]), config["SPLIT_K"]
-    block_k = max(block_k, 2 * half)
+    half, (scales, kind) = half_unit(weight, scaled), scales_for_kernel(scaled)
+    block_k, split = block_of_columns(config["BLOCK_K"], weight, scaled), config["SPLIT_K"]
     tiles = triton.cdiv(rows, config["BLOCK_N"])
     parts = count = None
     if split > 1:
@@ -173,8 +189,9 @@ def launch_tiles(
         x,
         weight,
         bias,
-        scaled.scales,
+        scales,
         scaled.zeros,
+        scaled.row_scales,
         out,
         parts,
         count,
@@ -184,7 +201,7 @@ def launch_tiles(
         fused.scale,
         x.stride(0),
         weight.stride(0),
-        None if scaled.scales is None else scaled.scales.stride(0),
+        None if scales is None else scales.stride(0),
         out.stride(0),
         ACT=fused.activation,
         GATED=fused.gated,
@@ -199,7 +216,8 @@ def launch_tiles(
         GROUP_K=scaled.group_columns,
         HALF=half,
         TURNED=config.get("TURNED", False) and not on_amd(weight.device),  # whose pipeliner fails with it
-        IN_PLACE=scaled.scales is not None and widens_in_place(weight.device),
+        SCALES=kind,
+        IN_PLACE=scales is not None and widens_in_place(weight.device),
         AHEAD=lines_ahead(config["BLOCK_N"], weight.shape[1] // split, weight) if fused.constant_weight else 0,
         num_warps=config["num_warps"],
         **launch,
