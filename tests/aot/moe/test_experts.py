@@ -3,6 +3,7 @@ import torch
 from support.aot import assert_resources, assert_sass, compile_kernels, each_arch, every_of, has_float8
 
 from tritonllm.kernels import Groups, Weight, fused_moe, moe_from_logits
+from tritonllm.kernels.dense.narrow import aligned
 from tritonllm.kernels.dense.weight import NARROW, PACKED
 from tritonllm.kernels.moe import tiles
 from tritonllm.kernels.runtime import tuning
@@ -138,7 +139,7 @@ def narrow(shape, format, groups, counts, **options):
         scales, row_scales = torch.empty(groups.shape(rows, k)), None
         if format == "fp4":
             row_scales = torch.empty(experts, rows) if groups.columns == 16 else None
-            scales = scales.to(torch.float8_e8m0fnu if row_scales is None else torch.float8_e4m3fn)
+            scales = aligned(scales.to(torch.float8_e8m0fnu if row_scales is None else torch.float8_e4m3fn))
         both.append(Weight(data, scales.expand(experts, -1, -1), format, groups, row_scales=row_scales))
     for tokens in counts:
         ids = torch.empty(tokens, top_k, dtype=torch.int32)

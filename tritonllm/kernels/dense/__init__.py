@@ -4,40 +4,38 @@ The names here are open to other wings: what a weight is, how its tiles are read
 apart.
 """
 
-from tritonllm.kernels.dense.arguments import Scaled, block_of_columns, half_unit, scales_for_kernel
+from tritonllm.kernels.dense.arguments import Scaled
 from tritonllm.kernels.dense.cpu import row_by_row, rows_apart
 from tritonllm.kernels.dense.narrow import check_narrow, narrow_key, widen_numbers
-from tritonllm.kernels.dense.weight import NARROW, Groups, Weight, elements, format_of, load_tile, tile_at
+from tritonllm.kernels.dense.reading import reading
+from tritonllm.kernels.dense.weight import FP4, NARROW, Groups, Weight, elements, format_of, load_tile, tile_at
 from tritonllm.kernels.dense.widen import (
     load_scales,
     read_scales,
     widen_bytes,
     widen_floats4,
     widen_nibbles,
-    widens_in_place,
 )
 
 __all__ = [
+    "FP4",
     "NARROW",
     "Groups",
     "Scaled",
     "Weight",
-    "block_of_columns",
     "check_narrow",
     "elements",
     "format_of",
-    "half_unit",
     "load_scales",
     "load_tile",
     "narrow_key",
     "read_scales",
+    "reading",
     "row_by_row",
     "rows_apart",
-    "scales_for_kernel",
     "tile_at",
     "widen_bytes",
     "widen_floats4",
     "widen_nibbles",
     "widen_numbers",
-    "widens_in_place",
 ]

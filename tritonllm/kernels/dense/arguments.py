@@ -58,14 +58,6 @@ def half_unit(weight: torch.Tensor, scaled: Scaled) -> int:
     return columns_of_unit(scaled.group_columns) // 2 if weight.dtype == torch.uint8 else 0
 
 
-def block_of_columns(most: int, weight: torch.Tensor, scaled: Scaled) -> int:
-    """How many columns of a weight a tile has, at most ``most`` where it can be: whole units, and of one group; of
-    floats of four bits, which get their scales where they are widened, of any number of groups."""
-    of_one = scaled.scales is None or scaled.scales.dtype not in BYTE_SCALES
-    block = min(most, scaled.group_columns or most) if of_one else most
-    return max(block, 2 * half_unit(weight, scaled))
-
-
 def scales_for_kernel(scaled: Scaled) -> tuple[torch.Tensor | None, str | None]:
     """What a kernel reads as scales, and what it takes bytes for: ``"e8m0"`` or ``"e4m3"``, ``None`` for other scales.
     Triton has no type for the first, and not on all chips one for the second."""

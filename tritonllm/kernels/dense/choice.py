@@ -11,7 +11,7 @@ import triton
 
 from tritonllm.kernels.dense.invariant import SMALL
 from tritonllm.kernels.dense.portable.rows import MAX_ROWS
-from tritonllm.kernels.dense.weight import PACKED
+from tritonllm.kernels.dense.weight import INT4, PACKED
 from tritonllm.kernels.runtime import tuning
 
 TORCH = {"kernel": "torch"}
@@ -120,7 +120,7 @@ def default_narrow_config(m: int, n: int, k: int, gated: str, format: str, group
     if m <= 32:
         split = min(max(2, 512 // tiles), max(1, k // MIN_PART), 8)
         return _of(WeightTile(64, 128, 4), split, turned=bits4 and m > 16)
-    if bits4 and m <= 64 and tiles >= 2 * PROCESSORS:
+    if format == INT4 and m <= 64 and tiles >= 2 * PROCESSORS:
         return _of(WeightTile(128, 128, 3), 1, turned=True)
     split = _parts(n, k, 64, 3 * PROCESSORS) if m <= 64 else _parts(n, k, 64, PROCESSORS, 2)
     if m > 64 and not group and tiles * split <= PROCESSORS:

@@ -99,8 +99,16 @@ def quantize_weight(
 
 
 def _stored(scales: torch.Tensor, format: str) -> torch.Tensor:
-    """Scales that are powers of two, float32, in the dtype of the format's."""
-    return scales.to(torch.float8_e8m0fnu) if format == FP4 else scales
+    """Scales that are powers of two, float32, as the format has them."""
+    return aligned(scales.to(torch.float8_e8m0fnu)) if format == FP4 else scales
+
+
+def aligned(scales: torch.Tensor) -> torch.Tensor:
+    """Scales of a byte ``[..., groups]``, copied so that rows begin at multiples of 8 bytes: kernels then read those of
+    a tile at once."""
+    *rows, count = scales.shape
+    bytes_ = torch.zeros(*rows, -(-count // 8) * 8, dtype=torch.uint8, device=scales.device)[..., :count]
+    return bytes_.copy_(scales.view(torch.uint8)).view(scales.dtype)
 
 
 def _codes(numbers: torch.Tensor) -> torch.Tensor:

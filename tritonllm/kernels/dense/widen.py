@@ -204,13 +204,34 @@ def read_scales(b_scale, KIND: tl.constexpr):
 
 
 @triton.jit
-def load_scales(p_scale, start, K, mask, GROUP_K: tl.constexpr, BLOCK_K: tl.constexpr, KIND: tl.constexpr):
-    """The scales of ``BLOCK_K`` columns from ``start`` on, ``[N, groups]`` float32, of which rows begin at
-    ``p_scale [N, 1]``; where ``mask`` (``None``: everywhere) is False or there is no such group, of 0."""
-    b_group = start // GROUP_K + tl.arange(0, max(1, BLOCK_K // GROUP_K))[None, :]
-    m_group = b_group * GROUP_K < K
-    m_group = m_group if mask is None else m_group & mask
-    return read_scales(tl.load(p_scale + b_group, mask=m_group, other=0), KIND)
+def load_scales(
+    p_row,
+    m_row,
+    start,
+    K,
+    GROUP_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    KIND: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """The scales of ``BLOCK_K`` columns from ``start`` on, ``[N, groups]`` float32, of rows that begin at
+    ``p_row [N, 1]``; where ``m_row [N, 1]`` (``None``: everywhere) is False, or there is no group, any finite ones.
+
+    With ``WORDS`` those of a row are one word, which is copied ahead as weights are: single bytes are not.
+    """
+    GROUPS: tl.constexpr = max(1, BLOCK_K // GROUP_K)
+    b_group = start // GROUP_K + tl.arange(0, GROUPS)[None, :]
+    if WORDS:
+        WORD: tl.constexpr = tl.uint32 if GROUPS == 4 else tl.uint64
+        p_word = (p_row + start // GROUP_K).to(tl.pointer_type(WORD))
+        b_word = tl.load(p_word) if m_row is None else tl.load(p_word, mask=m_row, other=0)
+        b_scale = read_scales((b_word >> (8 * tl.arange(0, GROUPS)[None, :])) & 255, KIND)
+        b_scale = tl.where(b_group * GROUP_K < K, b_scale, 1.0)
+    else:
+        m_group = b_group * GROUP_K < K
+        m_group = m_group if m_row is None else m_group & m_row
+        b_scale = read_scales(tl.load(p_row + b_group, mask=m_group, other=0), KIND)
+    return b_scale
 
 
 @triton.jit

@@ -11,7 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonllm.kernels.dense.arguments import Fused, Operands, Scaled, block_of_columns, half_unit, scales_for_kernel
+from tritonllm.kernels.dense.arguments import Fused, Operands, Scaled
+from tritonllm.kernels.dense.reading import reading
 from tritonllm.kernels.dense.weight import fetch_ahead, lines_ahead, load_tile, tile_at
 from tritonllm.kernels.dense.widen import (
     load_scales,
@@ -19,7 +20,6 @@ from tritonllm.kernels.dense.widen import (
     widen_bytes,
     widen_floats4,
     widen_nibbles,
-    widens_in_place,
 )
 from tritonllm.kernels.elementwise import activate
 from tritonllm.kernels.runtime import tuning
@@ -71,6 +71,7 @@ def linear_tiles_kernel(
     HALF: tl.constexpr,  # so many columns are the low nibbles of so many bytes, and the next the high; 0: no nibbles
     TURNED: tl.constexpr,  # the weight is the left operand, which the tensor cores of Hopper take from registers
     SCALES: tl.constexpr,  # what bytes of scales are: of floats of four bits; None: numbers
+    WORDS: tl.constexpr,  # those of a row and a tile are one word
     IN_PLACE: tl.constexpr,
     AHEAD: tl.constexpr,  # lines of each row of the weight that are asked for before the kernel before this one ends
 ):
@@ -123,7 +124,7 @@ def linear_tiles_kernel(
             else:
                 b_scale = tl.full([1, 1], 1.0, tl.float32)
                 if GROUP_K:
-                    b_scale = load_scales(p_factor[:, None], start, K, None, GROUP_K, BLOCK_K, SCALES)
+                    b_scale = load_scales(p_factor[:, None], None, start, K, GROUP_K, BLOCK_K, SCALES, WORDS)
                 b_weight, b_high = widen_floats4(b_weight, b_scale, b_x.dtype, IN_PLACE)
         elif scales_ptr is not None:
             b_weight = widen_bytes(b_weight, b_x.dtype, IN_PLACE)
@@ -178,8 +179,8 @@ def launch_tiles(
 ) -> None:
     x, weight, bias, _, out, workspace = operands
     (m, k), rows = x.shape, len(weight)
-    half, (scales, kind) = half_unit(weight, scaled), scales_for_kernel(scaled)
-    block_k, split = block_of_columns(config["BLOCK_K"], weight, scaled), config["SPLIT_K"]
+    (scales, *others), constants, config = reading(weight, scaled, config)
+    block_k, split = config["BLOCK_K"], config["SPLIT_K"]
     tiles = triton.cdiv(rows, config["BLOCK_N"])
     parts = count = None
     if split > 1:
@@ -190,8 +191,7 @@ def launch_tiles(
         weight,
         bias,
         scales,
-        scaled.zeros,
-        scaled.row_scales,
+        *others,
         out,
         parts,
         count,
@@ -212,13 +212,9 @@ def launch_tiles(
         BLOCK_M=max(16, triton.next_power_of_2(m)),
         BLOCK_N=config["BLOCK_N"],
         BLOCK_K=block_k,
-        GROUP_N=scaled.group_rows,
-        GROUP_K=scaled.group_columns,
-        HALF=half,
         TURNED=config.get("TURNED", False) and not on_amd(weight.device),  # whose pipeliner fails with it
-        SCALES=kind,
-        IN_PLACE=scales is not None and widens_in_place(weight.device),
         AHEAD=lines_ahead(config["BLOCK_N"], weight.shape[1] // split, weight) if fused.constant_weight else 0,
         num_warps=config["num_warps"],
+        **constants,
         **launch,
     )

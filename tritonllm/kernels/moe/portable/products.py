@@ -13,17 +13,14 @@ import triton.language as tl
 
 from tritonllm.kernels.dense import (
     Scaled,
-    block_of_columns,
-    half_unit,
     load_scales,
     load_tile,
     read_scales,
-    scales_for_kernel,
+    reading,
     tile_at,
     widen_bytes,
     widen_floats4,
     widen_nibbles,
-    widens_in_place,
 )
 from tritonllm.kernels.elementwise import gated
 from tritonllm.kernels.moe.arguments import Experts
@@ -50,14 +47,16 @@ def _product(
     m_b,
     scales_ptr,  # of a narrow weight, or None
     zeros_ptr,  # likewise
-    p_row_scale,  # [BLOCK_N], or None
-    b_group,  # [BLOCK_N] where those of the weight's rows begin
+    row_scales_ptr,  # likewise, of rows
+    b_group,  # [BLOCK_N] where scales and zero points of the weight's rows begin
+    b_row,  # [BLOCK_N] where scales of rows are
     K,
     FULL_K: tl.constexpr,  # BLOCK_K divides K: no columns to mask
     BLOCK_K: tl.constexpr,
     GROUP_K: tl.constexpr,  # of a narrow weight: BLOCK_K divides it, or with SCALES is divided; 0: it has all columns
     HALF: tl.constexpr,
     SCALES: tl.constexpr,  # what bytes of scales are: of floats of four bits; None: numbers
+    WORDS: tl.constexpr,  # those of a row and a tile are one word
     IN_PLACE: tl.constexpr,
 ):
     BYTES: tl.constexpr = BLOCK_K // 2 if HALF else BLOCK_K
@@ -86,7 +85,7 @@ def _product(
             else:
                 b_scale = tl.full([1, 1], 1.0, tl.float32)
                 if GROUP_K:
-                    b_scale = load_scales(scales_ptr + b_group[:, None], start, K, m_b, GROUP_K, BLOCK_K, SCALES)
+                    b_scale = load_scales(scales_ptr + b_group[:, None], m_b, start, K, GROUP_K, BLOCK_K, SCALES, WORDS)
                 b_b, b_high = widen_floats4(b_b, b_scale, b_a.dtype, IN_PLACE)
         elif scales_ptr is not None:
             b_b = widen_bytes(b_b, b_a.dtype, IN_PLACE)
@@ -103,8 +102,8 @@ def _product(
                 b_sum = tl.dot(b_high_a, b_high.T, b_sum, input_precision="ieee")
     if scales_ptr is not None and not GROUP_K:
         b_sum *= read_scales(tl.load(scales_ptr + b_group[:, None], mask=m_b, other=0), SCALES).T
-    if p_row_scale is not None:
-        b_sum *= tl.load(p_row_scale[:, None], mask=m_b, other=0.0).T
+    if row_scales_ptr is not None:
+        b_sum *= tl.load(row_scales_ptr + b_row[:, None], mask=m_b, other=0.0).T
     return b_sum
 
 
@@ -142,6 +141,7 @@ def _gate_up_kernel(
     GROUP_K: tl.constexpr,
     HALF: tl.constexpr,
     SCALES: tl.constexpr,
+    WORDS: tl.constexpr,
     IN_PLACE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -164,10 +164,10 @@ def _gate_up_kernel(
     p_w = tile_at(w_ptr + expert * stride_we, w_at, tl.arange(0, BYTES)[None, :], stride_w)
     p_x = x_ptr + token * stride_x
     w_group = expert * stride_se + (w_at // GROUP_N).to(tl.int64) * stride_s
-    p_row_scale = None if row_scales_ptr is None else row_scales_ptr + expert * stride_rs + w_at
     b_both = _product(
-        *(p_x[:, None], p_w, m_row[:, None], (w_column < I)[:, None], scales_ptr, zeros_ptr, p_row_scale, w_group),
-        *(N, FULL_K, BLOCK_K, GROUP_K, HALF, SCALES, IN_PLACE),
+        *(p_x[:, None], p_w, m_row[:, None], (w_column < I)[:, None]),
+        *(scales_ptr, zeros_ptr, row_scales_ptr, w_group, expert * stride_rs + w_at),
+        *(N, FULL_K, BLOCK_K, GROUP_K, HALF, SCALES, WORDS, IN_PLACE),
     )
     # a thread holds whole rows of the product, so gate and up are taken apart in registers
     b_gate, b_up = tl.split(tl.permute(tl.reshape(b_both, (BLOCK_M, 2, COLUMNS)), (0, 2, 1)))
@@ -214,6 +214,7 @@ def _down_kernel(
     GROUP_K: tl.constexpr,
     HALF: tl.constexpr,
     SCALES: tl.constexpr,
+    WORDS: tl.constexpr,
     IN_PLACE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -233,10 +234,10 @@ def _down_kernel(
     BYTES: tl.constexpr = BLOCK_K // 2 if HALF else BLOCK_K
     p_w = tile_at(w_ptr + expert * stride_we, column, tl.arange(0, BYTES)[None, :], stride_w)
     w_group = expert * stride_se + (column // GROUP_N).to(tl.int64) * stride_s
-    p_row_scale = None if row_scales_ptr is None else row_scales_ptr + expert * stride_rs + column
     b_y = _product(
-        *(p_h[:, None], p_w, m_row[:, None], m_column[:, None], scales_ptr, zeros_ptr, p_row_scale, w_group),
-        *(I, FULL_K, BLOCK_K, GROUP_K, HALF, SCALES, IN_PLACE),
+        *(p_h[:, None], p_w, m_row[:, None], m_column[:, None]),
+        *(scales_ptr, zeros_ptr, row_scales_ptr, w_group, expert * stride_rs + column),
+        *(I, FULL_K, BLOCK_K, GROUP_K, HALF, SCALES, WORDS, IN_PLACE),
     )
     if bias_ptr is not None:
         b_y += tl.load(bias_ptr + expert * stride_bias + column, mask=m_column, other=0.0).to(tl.float32)[None, :]
@@ -248,17 +249,14 @@ def _down_kernel(
 
 def _narrowed(
     weight: torch.Tensor, scaled: Scaled, k: int, config: tuning.Config
-) -> tuple[tuple[torch.Tensor | None, ...], tuple[int, ...], dict[str, Any], tuning.Config]:
-    """(scales, zero points and scales of rows, strides of the first and the last, the kernel's constants, the
+) -> tuple[tuple[torch.Tensor | None, ...], tuple[int, ...], dict[str, Any]]:
+    """(scales, zero points and scales of rows, strides of the first and the last, the kernel's constants and
     configuration) for a weight with ``k`` columns."""
-    (scales, kind), row_scales = scales_for_kernel(scaled), scaled.row_scales
-    block_k = block_of_columns(config["BLOCK_K"], weight, scaled)
+    parts, constants, config = reading(weight, scaled, config)
+    scales, _, row_scales = parts
     strides = (0, 0) if scales is None else (scales.stride(0), scales.stride(1))
-    strides = (*strides, 0 if row_scales is None else row_scales.stride(0))
-    constants: dict[str, Any] = {"GROUP_N": scaled.group_rows, "GROUP_K": scaled.group_columns, "SCALES": kind}
-    constants |= {"HALF": half_unit(weight, scaled), "IN_PLACE": scales is not None and widens_in_place(weight.device)}
-    parts = scales, scaled.zeros, row_scales
-    return parts, strides, constants | {"FULL_K": k % block_k == 0}, config | {"BLOCK_K": block_k}
+    of_rows = 0 if row_scales is None else row_scales.stride(0)
+    return parts, (*strides, of_rows), {**constants, **config, "FULL_K": k % config["BLOCK_K"] == 0}
 
 
 def launch_gate_up(
@@ -274,13 +272,13 @@ def launch_gate_up(
     w_gate_up, bias, scaled = experts.w_gate_up, experts.gate_up_bias, experts.scaled_gate_up
     i, n = h.shape[1], x.shape[1]
     num_blocks = blocks.table.shape[1]
-    parts, of_scales, flags, config = _narrowed(w_gate_up, scaled, n, config)
+    parts, of_scales, flags = _narrowed(w_gate_up, scaled, n, config)
     tiles = triton.cdiv(i, config["BLOCK_N"] // 2)
     strides = (x.stride(0), *w_gate_up.stride()[:2], 0 if bias is None else bias.stride(0), *of_scales)
     flags = {**flags, "TOP_K": top_k, "ACT": experts.activation, "EVICT": evict, **dependent_launch(h.device)}
     weights = w_gate_up, bias, *parts
     _gate_up_kernel[(num_blocks * tiles,)](
-        x, *weights, h, blocks.order, blocks.table, i, n, num_blocks, tiles, *strides, **flags, **config
+        x, *weights, h, blocks.order, blocks.table, i, n, num_blocks, tiles, *strides, **flags
     )
 
 
@@ -291,11 +289,11 @@ def launch_down(
     w_down, bias, scaled = experts.w_down, experts.down_bias, experts.scaled_down
     n, i = y.shape[1], h.shape[1]
     num_blocks = blocks.table.shape[1]
-    parts, of_scales, flags, config = _narrowed(w_down, scaled, i, config)
+    parts, of_scales, flags = _narrowed(w_down, scaled, i, config)
     tiles = triton.cdiv(n, config["BLOCK_N"])
     strides = (*w_down.stride()[:2], 0 if bias is None else bias.stride(0), *of_scales)
     flags = {**flags, "EVICT": evict, **dependent_launch(h.device)}
     weights = w_down, bias, *parts
     _down_kernel[(num_blocks * tiles,)](
-        h, *weights, y, blocks.order, blocks.table, n, i, num_blocks, tiles, *strides, **flags, **config
+        h, *weights, y, blocks.order, blocks.table, n, i, num_blocks, tiles, *strides, **flags
     )
