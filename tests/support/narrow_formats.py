@@ -146,7 +146,8 @@ def widened(model: Decoder) -> Tensors:
                 of, stem = module.held(name), f"{path}.{name}"
                 wide = [widen_weight(one, model.dtype) for one in (of.each() if of.data.dim() == 3 else [of])]
                 found[stem] = torch.stack(wide) if of.data.dim() == 3 else wide[0]
-                found.pop(f"{stem}_scales", None), found.pop(f"{stem}_zeros", None)
+                for part in ("scales", "zeros", "row_scales"):
+                    found.pop(f"{stem}_{part}", None)
     return found
 
 

@@ -86,7 +86,7 @@ def floats4(shape, generator, *, kind):
     scales, divisor = (1 + 400 * torch.rand(n, k // 16, generator=generator)).to(torch.float8_e4m3fn), 7000.0
     parts |= {".weight_scale": scales, ".weight_global_scale": torch.tensor([divisor])}
     parts |= {".input_global_scale": torch.tensor([3.0])}
-    return parts, signed * (scales.float() / divisor).repeat_interleave(16, 1)
+    return parts, signed * (scales.float() * torch.tensor(divisor).reciprocal()).repeat_interleave(16, 1)
 
 
 @pytest.mark.parametrize(

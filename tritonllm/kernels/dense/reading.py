@@ -34,14 +34,14 @@ def reading(weight: torch.Tensor, scaled: Scaled, config: tuning.Config) -> Read
     """
     (scales, kind), half, columns = scales_for_kernel(scaled), half_unit(weight, scaled), scaled.group_columns
     block = config["BLOCK_K"] if kind or not columns else min(config["BLOCK_K"], columns)
-    block, stages = max(block, 2 * half), config["num_stages"]
+    config = config | {"BLOCK_K": max(block, 2 * half)}
     if kind and on_amd(weight.device):
-        stages = min(stages, AMD_STAGES)
+        config |= {"num_stages": min(config["num_stages"], AMD_STAGES)}
     constants = {"GROUP_N": scaled.group_rows, "GROUP_K": columns, "HALF": half, "SCALES": kind}
-    constants |= {"WORDS": kind is not None and _are_words(scales, columns, block)}
+    constants |= {"WORDS": kind is not None and _are_words(scales, columns, config["BLOCK_K"])}
     constants |= {"IN_PLACE": scales is not None and widens_in_place(weight.device)}
     parts = scales, scaled.zeros, scaled.row_scales
-    return Reading(parts, constants, config | {"BLOCK_K": block, "num_stages": stages})
+    return Reading(parts, constants, config)
 
 
 def _are_words(scales: torch.Tensor | None, columns: int, block: int) -> bool:

@@ -105,26 +105,21 @@ add.f16x2 $3, $3, $6;
 # One permutation looks up four nibbles. A set sign bit makes it give the highest bit of the byte, 0, instead; so of 64
 # plus twice the number, for one sign, and 64 less that, for the other, one is there: the lowest byte of 128.
 _FP4_TO_BF16 = tl.constexpr("""{
-.reg .b32 w, x, v, u, a, b, c, d, m;
+.reg .b32 w, x, v, u;
 mov.b32 w, $4;
 xor.b32 x, w, 0x88888888;
-mov.b32 a, 0x43424140;
-mov.b32 b, 0x4c484644;
-mov.b32 c, 0x3d3e3f40;
-mov.b32 d, 0x34383a3c;
-mov.b32 m, 0x43434343;
-prmt.b32 v, a, b, w;
-prmt.b32 u, c, d, x;
+prmt.b32 v, 0x43424140, 0x4c484644, w;
+prmt.b32 u, 0x3d3e3f40, 0x34383a3c, x;
 or.b32 v, v, u;
 shr.b32 w, w, 16;
 shr.b32 x, x, 16;
-prmt.b32 $0, v, m, 0x4240;
-prmt.b32 $2, v, m, 0x4341;
-prmt.b32 v, a, b, w;
-prmt.b32 u, c, d, x;
+prmt.b32 $0, v, 0x43434343, 0x4240;
+prmt.b32 $2, v, 0x43434343, 0x4341;
+prmt.b32 v, 0x43424140, 0x4c484644, w;
+prmt.b32 u, 0x3d3e3f40, 0x34383a3c, x;
 or.b32 v, v, u;
-prmt.b32 $1, v, m, 0x4240;
-prmt.b32 $3, v, m, 0x4341;
+prmt.b32 $1, v, 0x43434343, 0x4240;
+prmt.b32 $3, v, 0x43434343, 0x4341;
 fma.rn.bf16x2 $0, $0, $5, $7;
 fma.rn.bf16x2 $1, $1, $6, $8;
 fma.rn.bf16x2 $2, $2, $5, $7;

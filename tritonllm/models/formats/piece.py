@@ -23,6 +23,7 @@ class NarrowPiece:
         column_groups: ``[C]`` int64, which column of ``scales`` a column has, where ``groups.columns`` does not say it:
             columns in another order (GPTQ's act-order), or groups that the piece cuts through.
         values: ``[16]`` or more float32, what each number stands for; ``None``: itself.
+        factor: a float32 number that multiplies all scales; ``None``: 1.
     """
 
     numbers: torch.Tensor
@@ -31,6 +32,7 @@ class NarrowPiece:
     zeros: torch.Tensor | None = None
     column_groups: torch.Tensor | None = None
     values: torch.Tensor | None = None
+    factor: torch.Tensor | None = None
 
     def widen(self, dtype: torch.dtype) -> torch.Tensor:
         """The elements ``[R, C]``, on the piece's device: computed in float32 and rounded once to ``dtype``."""
@@ -53,7 +55,8 @@ class NarrowPiece:
         shaped = wide.unflatten(1, (-1, groups)) if whole else wide
         if self.zeros is not None:
             shaped -= self._of_each(self.zeros, rows)
-        shaped *= self._of_each(self.scales, rows)
+        scales = self._of_each(self.scales, rows)
+        shaped *= scales if self.factor is None else scales * self.factor
         return wide
 
     def _of_each(self, by_group: torch.Tensor, rows: range) -> torch.Tensor:
@@ -80,6 +83,7 @@ def cut_out(
     zeros: torch.Tensor | None = None,
     column_groups: torch.Tensor | None = None,
     values: torch.Tensor | None = None,
+    factor: torch.Tensor | None = None,
 ) -> NarrowPiece:
     """The piece of a weight whose scales are given as a whole.
 
@@ -90,6 +94,7 @@ def cut_out(
         zeros: as ``scales``, int32.
         column_groups: ``[K]``, which column of ``scales`` each column of the weight has.
         values: what each number stands for.
+        factor: a number that multiplies all scales.
     """
     device = scales.device
     which: slice | torch.Tensor
@@ -108,4 +113,4 @@ def cut_out(
         scales, zeros = scales[:, some], None if zeros is None else zeros[:, some]
     elif across:
         column_groups, across = torch.arange(columns.start, columns.stop, device=device) // across, 0
-    return NarrowPiece(numbers, scales, Groups(own, across), zeros, column_groups, values)
+    return NarrowPiece(numbers, scales, Groups(own, across), zeros, column_groups, values, factor)
