@@ -206,10 +206,10 @@ def test_defaults_and_more_rows(device, format, groups, m):
 @pytest.mark.parametrize(("n", "k"), [(4096, 4096), (6144, 4096), (4096, 14336), (28672, 4096)])
 def test_defaults_of_large_weights(n, k, format, dtype):
     """Every number of rows that has a configuration of its own, launched twice with one workspace; by rows and in
-    groups of 128 columns."""
+    groups of 128 columns, and as MXFP4 and NVFP4 have them."""
     workspace = torch.zeros(linear_workspace_size(n), dtype=torch.int32, device="cuda")
-    for groups in (BY_ROW, Groups(1, 128)):
-        of = narrow(n, k, format, groups, "cuda")
+    for groups in (Groups(1, 32), Groups(1, 16)) if format == "fp4" else (BY_ROW, Groups(1, 128)):
+        of = narrow(n, k, format, groups, "cuda", scale_dtype=dtype if groups.columns == 16 else torch.float32)
         wide = widen_weight_ref(of, torch.float32)
         for m in (1, 2, 16, 17, 32, 33, 64, 65, 128, 129):
             x = torch.randn(m, k, device="cuda").to(dtype)

@@ -17,7 +17,7 @@ from tritonllm.kernels import (
     quantize_weight,
     widen_weight_ref,
 )
-from tritonllm.kernels.dense.narrow import unit_of
+from tritonllm.kernels.dense.narrow import aligned, unit_of
 from tritonllm.kernels.dense.weight import PACKED
 from tritonllm.kernels.runtime import tuning
 
@@ -43,9 +43,11 @@ def stack(experts, rows, k, format, groups, device, zeros=False):
             for of in each
         ]
     parts = [
-        None if of[0] is None else torch.stack(of)
+        None if of[0] is None else torch.stack([part.view(torch.uint8) for part in of]).view(of[0].dtype)
         for of in zip(*((o.data, o.scales, o.zeros, o.row_scales) for o in each), strict=True)
     ]
+    if format == "fp4" and rows % 3:  # rows of scales that begin at words, and at any byte
+        parts[1] = aligned(parts[1])
     wide = torch.stack([widen_weight_ref(of, torch.float32) for of in each])
     return Weight(*parts[:2], format, groups, *parts[2:]), wide
 
@@ -80,6 +82,24 @@ def test_products_are_those_of_the_widened_weights(
     with tuning.override("fused_moe_narrow", TILE) if small else nullcontext():
         found = fused_moe(x, up, down, weights, ids, batch_invariant=batch_invariant, **options)
     assert_close(found, fused_moe_ref(x.float(), wide_up, wide_down, weights, ids, **options), dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("columns", [32, 16])
+def test_gpt_oss(columns, dtype):
+    """In true sizes, of which 128 columns are no part, with every tile; MXFP4, and NVFP4."""
+    groups, n, experts = Groups(1, columns), 2880, 8
+    up, wide_up = stack(experts, 2 * n, n, "fp4", groups, "cuda", columns == 16)
+    down, wide_down = stack(experts, n, n, "fp4", groups, "cuda", columns == 16)
+    biases = {"gate_up_bias": torch.randn(experts, 2 * n, device="cuda"), "down_bias": torch.randn(experts, n).cuda()}
+    for tokens in (1, 2, 16, 33, 128, 500):
+        x = torch.randn(tokens, n, device="cuda").to(dtype)
+        ids = torch.stack([torch.randperm(experts)[:4] for _ in range(tokens)]).int().cuda()
+        weights = torch.rand(tokens, 4, device="cuda")
+        options = {"activation": "swigluoai", **biases}
+        expected = fused_moe_ref(x.float(), wide_up, wide_down, weights, ids, **options)
+        assert_close(fused_moe(x, up, down, weights, ids, **options), expected, dtype)
 
 
 def test_from_logits(device):

@@ -79,9 +79,9 @@ class Weight(NamedTuple):
     def each(self) -> Iterator["Weight"]:
         """The weights of several, ``[E, N, K]``, one after the other."""
         for place, data in enumerate(self.data):
-            parts = ("scales", "zeros", "row_scales")
-            of_one = {name: None if (part := getattr(self, name)) is None else part[place] for name in parts}
-            yield self._replace(data=data, **of_one)
+            parts = self.scales, self.zeros, self.row_scales
+            scales, zeros, row_scales = (None if part is None else part[place] for part in parts)
+            yield self._replace(data=data, scales=scales, zeros=zeros, row_scales=row_scales)
 
     @property
     def columns(self) -> int:
