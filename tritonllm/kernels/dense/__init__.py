@@ -7,7 +7,7 @@ apart.
 from tritonllm.kernels.dense.arguments import Scaled
 from tritonllm.kernels.dense.cpu import row_by_row, rows_apart
 from tritonllm.kernels.dense.narrow import check_narrow, narrow_key, widen_numbers
-from tritonllm.kernels.dense.reading import reading
+from tritonllm.kernels.dense.reading import tile_reading
 from tritonllm.kernels.dense.weight import FP4, NARROW, Groups, Weight, elements, format_of, load_tile, tile_at
 from tritonllm.kernels.dense.widen import (
     load_scales,
@@ -30,10 +30,10 @@ __all__ = [
     "load_tile",
     "narrow_key",
     "read_scales",
-    "reading",
     "row_by_row",
     "rows_apart",
     "tile_at",
+    "tile_reading",
     "widen_bytes",
     "widen_floats4",
     "widen_nibbles",

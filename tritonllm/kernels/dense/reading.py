@@ -12,7 +12,7 @@ from tritonllm.kernels.runtime.chip import on_amd
 AMD_STAGES = 3  # its pipeliner fails with more where floats of four bits get their scales
 
 
-class Reading(NamedTuple):
+class TileReading(NamedTuple):
     """What a launch adds for the format of its weight.
 
     Attributes:
@@ -26,7 +26,7 @@ class Reading(NamedTuple):
     config: tuning.Config
 
 
-def reading(weight: torch.Tensor, scaled: Scaled, config: tuning.Config) -> Reading:
+def tile_reading(weight: torch.Tensor, scaled: Scaled, config: tuning.Config) -> TileReading:
     """How to read ``weight [..., N, K]`` by tiles of at most ``BLOCK_K`` columns, or of a whole unit.
 
     A tile has columns of one group; of floats of four bits, which get their scales where they are widened, of any
@@ -41,7 +41,7 @@ def reading(weight: torch.Tensor, scaled: Scaled, config: tuning.Config) -> Read
     constants |= {"WORDS": kind is not None and _are_words(scales, columns, config["BLOCK_K"])}
     constants |= {"IN_PLACE": scales is not None and widens_in_place(weight.device)}
     parts = scales, scaled.zeros, scaled.row_scales
-    return Reading(parts, constants, config)
+    return TileReading(parts, constants, config)
 
 
 def _are_words(scales: torch.Tensor | None, columns: int, block: int) -> bool:

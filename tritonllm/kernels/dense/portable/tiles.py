@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from tritonllm.kernels.dense.arguments import Fused, Operands, Scaled
-from tritonllm.kernels.dense.reading import reading
+from tritonllm.kernels.dense.reading import tile_reading
 from tritonllm.kernels.dense.weight import fetch_ahead, lines_ahead, load_tile, tile_at
 from tritonllm.kernels.dense.widen import (
     load_scales,
@@ -179,7 +179,7 @@ def launch_tiles(
 ) -> None:
     x, weight, bias, _, out, workspace = operands
     (m, k), rows = x.shape, len(weight)
-    (scales, *others), constants, config = reading(weight, scaled, config)
+    (scales, *others), constants, config = tile_reading(weight, scaled, config)
     block_k, split = config["BLOCK_K"], config["SPLIT_K"]
     tiles = triton.cdiv(rows, config["BLOCK_N"])
     parts = count = None

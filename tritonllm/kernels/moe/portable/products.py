@@ -16,8 +16,8 @@ from tritonllm.kernels.dense import (
     load_scales,
     load_tile,
     read_scales,
-    reading,
     tile_at,
+    tile_reading,
     widen_bytes,
     widen_floats4,
     widen_nibbles,
@@ -252,7 +252,7 @@ def _narrowed(
 ) -> tuple[tuple[torch.Tensor | None, ...], tuple[int, ...], dict[str, Any]]:
     """(scales, zero points and scales of rows, strides of the first and the last, the kernel's constants and
     configuration) for a weight with ``k`` columns."""
-    parts, constants, config = reading(weight, scaled, config)
+    parts, constants, config = tile_reading(weight, scaled, config)
     scales, _, row_scales = parts
     strides = (0, 0) if scales is None else (scales.stride(0), scales.stride(1))
     of_rows = 0 if row_scales is None else row_scales.stride(0)
