@@ -47,7 +47,7 @@ class HoldsWeights(nn.Module):
         numbers times their scales."""
         of = to if isinstance(to, Weight) else Weight(to)
         wide: torch.Tensor | None = getattr(self, name, None)
-        if wide is not None and wide.is_cpu and of.format in NARROW:
+        if wide is not None and wide.is_cpu and of.format in NARROW and self._formats[name][0] not in NARROW:
             for place, one in ((wide, of),) if wide.dim() == 2 else zip(wide, of.each(), strict=True):
                 place.copy_(widen_weight(one, wide.dtype))
             return

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import torch
 
 from tritonllm.kernels import widen_weight
+from tritonllm.kernels.dense.narrow import in_finer_groups
 from tritonllm.kernels.dense.weight import NARROW
 from tritonllm.layers.linear import Linear
 from tritonllm.layers.moe import MoE
@@ -91,17 +92,29 @@ class DeferredWeights:
             self._then(parameter, module, name)
 
     def finish(self) -> set[str]:
-        """All tensors have come: experts whose two products would differ in their formats are widened. Returns the
-        narrow formats of what was kept."""
+        """All tensors have come: experts whose two products would differ get the smaller groups of both, or are widened
+        where their formats differ. Returns the narrow formats of what was kept."""
         for parameter in self._deferred:
             self.plain(parameter)  # one without tensors on this rank
         for experts in self._model.modules():
             if isinstance(experts, MoE):
-                up, down = experts.held("gate_up"), experts.held("down")
-                if (up.format, up.groups) != (down.format, down.groups):
-                    _widen(experts, ("gate_up", "down"))
+                _make_alike(experts, ("gate_up", "down"))
         formats = {module.held(name).format for module, name in map(self._places.__getitem__, self._deferred)}
         return formats & NARROW.keys()
+
+
+def _make_alike(module: MoE, names: Iterable[str]) -> None:
+    """One format and groups for several weights."""
+    weights = {name: module.held(name) for name in names}
+    if len({(of.format, of.groups) for of in weights.values()}) == 1:
+        return
+    columns = min(of.groups.columns for of in weights.values())
+    if columns and len({(of.format, of.groups.rows) for of in weights.values()}) == 1:
+        for name, of in weights.items():
+            if of.groups.columns > columns:
+                module.hold(name, in_finer_groups(of, columns))
+    else:
+        _widen(module, names)
 
 
 def _widen(module: MoE, names: Iterable[str]) -> None:

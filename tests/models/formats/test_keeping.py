@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.mechanism_configs import MECHANISMS
-from support.narrow_formats import check_pair, float8, integers, kept, mxfp4, nvfp4, positive, write_pair
+from support.narrow_formats import check_pair, float8, integers, kept, mxfp4, nvfp4, positive, widened, write_pair
 
 from tritonllm.dist.group import Group
 from tritonllm.kernels import Groups, Weight, widen_weight
@@ -64,11 +64,6 @@ def filled(draw):
     return ((experts, start, k) if experts else (start, k)), draw(st.permutations(arrivals))
 
 
-def k_in_part(k, piece):
-    """Whether floats of four bits have a unit of columns that is not whole."""
-    return piece.values is not None and k % (piece.groups.columns or 128) != 0
-
-
 @given(filled())
 def test_what_is_kept_has_the_values_of_what_is_widened(filled):
     shape, arrivals = filled
@@ -77,13 +72,12 @@ def test_what_is_kept_has_the_values_of_what_is_widened(filled):
         arrival.write(wide)
     columns = arrivals[0].piece.groups.columns
     if weight is None:
-        piece = arrivals[0].piece
-        some = piece.numbers.dtype == torch.uint8 and piece.values is None  # with zero points, perhaps of nine bits
-        assert columns == 24 or some or k_in_part(shape[-1], piece)
+        some = arrivals[0].piece.numbers.dtype == torch.uint8  # with zero points, perhaps of nine bits
+        assert columns == 24 or (some and arrivals[0].piece.values is None) or (columns == 0 and shape[-1] % 128)
         return
     found = torch.stack([widen_weight(one, torch.float32) for one in (weight.each() if len(shape) == 3 else [weight])])
     assert torch.equal(found.view(shape), wide)
-    assert weight.format not in PACKED or shape[-1] % (columns or 128) == 0
+    assert weight.format not in PACKED or shape[-1] % (weight.groups.columns or 128) == 0
     assert (weight.format == "fp4") == (arrivals[0].piece.values is not None)
 
 
@@ -185,8 +179,8 @@ def test_layers_keep_published_formats(tmp_path, case):
 
 
 def test_experts_of_gpt_oss_are_kept(tmp_path):
-    """Gates and ups, which alternate, without being widened; half of each expert, too, and whole ones. Where a rank's
-    part cuts through groups, both products are widened."""
+    """Gates and ups, which alternate, without being widened; half of each expert, too, and whole ones. A rank's part
+    that cuts through groups has smaller ones, and so has the other product."""
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_local_experts": 2, "num_hidden_layers": 1}
     pair = write_pair(
         tmp_path, "gpt_oss", mxfp4, {"quant_method": "mxfp4"}, where=lambda name: name.endswith("_proj"), **sizes
@@ -198,8 +192,19 @@ def test_experts_of_gpt_oss_are_kept(tmp_path):
         assert (up.format, down.format, model.quantization) == ("fp4", "fp4", "fp4")
         assert up.groups == down.groups == Groups(1, 32) and up.scales.dtype == torch.float8_e8m0fnu
         assert model.layers[0].attention.o.operand.format == "plain"
-    cut = kept(pair.narrow, group=Group(1, 4)).layers[0].mlp
-    assert [cut.held(name).format for name in ("gate_up", "down")] == ["plain", "plain"]
+    for rank in range(4):
+        model, wide = kept(pair.narrow, group=Group(rank, 4)), kept(pair.wide, group=Group(rank, 4))
+        held = [model.layers[0].mlp.held(name) for name in ("gate_up", "down")]
+        assert all((of.format, of.groups) == ("fp4", Groups(1, 16)) for of in held)
+        assert all(torch.equal(tensor, widened(wide)[name]) for name, tensor in widened(model).items())
+
+
+@pytest.mark.long
+def test_experts_of_which_ranks_have_fewer_columns_than_a_group_are_widened(tmp_path):
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 2, "num_hidden_layers": 1}
+    pair = write_pair(tmp_path, "gpt_oss", mxfp4, None, where=lambda name: name.endswith("_proj"), **sizes)
+    mlp = kept(pair.narrow, group=Group(1, 4)).layers[0].mlp
+    assert [mlp.held(name).format for name in ("gate_up", "down")] == ["plain", "plain"]
 
 
 def test_gpt_oss_120b_fits_a_gpu_of_80_gb():
@@ -212,7 +217,7 @@ def test_gpt_oss_120b_fits_a_gpu_of_80_gb():
         for name in ("gate_up", "down"):
             *experts, n, k = getattr(layer.mlp, name).shape
             data = torch.empty(*experts, n, k // 2, dtype=torch.uint8, device="meta")
-            scales = torch.empty(*experts, n, k // 32, dtype=torch.float8_e8m0fnu, device="meta")
+            scales = torch.empty(*experts, n, -(-k // 256) * 8, dtype=torch.float8_e8m0fnu, device="meta")  # with gaps
             layer.mlp.hold(name, Weight(data, scales, "fp4", Groups(1, 32)))
     assert sum(p.nbytes for p in model.parameters()) < 66e9
 

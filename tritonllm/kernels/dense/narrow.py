@@ -148,6 +148,29 @@ def unpack_nibbles(data: torch.Tensor, groups: Groups) -> torch.Tensor:
     return torch.stack((units & 15, units >> 4), -2).flatten(-3)
 
 
+def in_finer_groups(weight: Weight, columns: int) -> Weight:
+    """The same numbers with groups of fewer columns, each with the scale and zero point of the one that it is of.
+
+    Args:
+        weight: narrow, ``[N, K]`` or of experts ``[E, N, K]``, in groups of columns.
+        columns: divides ``weight.groups.columns``.
+    """
+    groups, count = weight.groups._replace(columns=columns), -(-weight.columns // columns)
+
+    def of_each(parts: torch.Tensor | None) -> torch.Tensor | None:
+        if parts is None:
+            return None
+        spread = parts.repeat_interleave(weight.groups.columns // columns, -1)[..., :count].contiguous()
+        return aligned(spread) if weight.format == FP4 else spread
+
+    data = weight.data
+    if weight.format in PACKED:
+        data = torch.empty_like(data)
+        for place, one in zip(data, weight.data, strict=True):  # a matrix, or a row
+            place.copy_(pack_nibbles(unpack_nibbles(one, weight.groups), groups))
+    return weight._replace(data=data, scales=of_each(weight.scales), zeros=of_each(weight.zeros), groups=groups)
+
+
 def check_columns(name: str, format: str, groups: Groups, k: int) -> None:
     """Check that a weight of four bits has whole units of columns, and of ``"int4"`` units of 32 or more.
 

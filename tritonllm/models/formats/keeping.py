@@ -3,10 +3,12 @@
 Nothing is rounded: a weight is kept where float8 (on a chip that converts it), int8, four bits with scales and zero
 points of groups of columns, or floats of four bits with scales of a byte (MXFP4, NVFP4) hold what the checkpoint says,
 and the kernels' formats have room for it. The loader widens what they do not hold: numbers that stand for others (NF4),
-columns in another order, groups that a rank's part cuts through, parts of a parameter that differ in these, and values
-that are not finite, which it then names.
+columns in another order, groups that a rank's part cuts through (of floats of four bits to less than 16 columns), parts
+of a parameter that differ in these, and values that are not finite, which it then names.
 """
 
+import dataclasses
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -70,7 +72,7 @@ def assemble(shape: tuple[int, ...], arrivals: Iterable[Arrival]) -> Weight | No
     """The weight ``shape`` (``[N, K]``, or of experts ``[E, N, K]``) that these fill, on their device; ``None`` if no
     narrow format holds it."""
     arrivals = list(arrivals)
-    (*experts, n, k), pieces = shape, [arrival.piece for arrival in arrivals]
+    (*experts, n, k), pieces = shape, [_in_whole_groups(arrival.piece) for arrival in arrivals]
     rows = [arrival.rows(k) for arrival in arrivals]
     across = {piece.groups.columns for piece in pieces}
     if not pieces or any(r is None for r in rows) or len(across) > 1:
@@ -93,9 +95,9 @@ def assemble(shape: tuple[int, ...], arrivals: Iterable[Arrival]) -> Weight | No
     if format == FP4 and any(piece.factor is not None for piece in pieces):
         row_scales = torch.ones(*experts, n, device=device)
     bytes_ = torch.int32 if scales.itemsize == 4 else torch.uint8  # no index writes float8
-    for arrival, own, part in zip(arrivals, rows, numbers, strict=True):
+    for arrival, piece, own, part in zip(arrivals, pieces, rows, numbers, strict=True):
         assert own is not None
-        piece, at = arrival.piece, (own,) if arrival.slot.expert is None else (arrival.slot.expert, own)
+        at = (own,) if arrival.slot.expert is None else (arrival.slot.expert, own)
         each = torch.arange(len(own), device=device) // piece.groups.rows
         scales.view(bytes_)[at] = part.scales.view(bytes_)[each]
         if format in PACKED:
@@ -111,6 +113,26 @@ def assemble(shape: tuple[int, ...], arrivals: Iterable[Arrival]) -> Weight | No
     if zeros is not None and bool((zeros == 8).all()):
         zeros = None
     return Weight(data, scales, format, groups, zeros, row_scales)
+
+
+def _in_whole_groups(piece: NarrowPiece) -> NarrowPiece:
+    """The piece in smaller groups, if it is of floats of four bits, begins or ends within a group, and these are whole.
+    (Of gpt-oss's experts four ranks have 720 columns each: 22.5 groups of 32, or 45 of 16.)"""
+    least, count, groups = _LEAST[FP4], piece.numbers.shape[1], piece.groups
+    if piece.values is None or count % least:
+        return piece
+    scales, order = piece.scales, piece.column_groups
+    if order is not None:
+        order = order.view(-1, least)
+        if not bool((order == order[:, :1]).all()):
+            return piece
+        scales, columns = scales[:, order[:, 0]], least
+    elif groups.columns and count % groups.columns:
+        columns = math.gcd(groups.columns, count)
+        scales = scales.repeat_interleave(groups.columns // columns, 1)[:, : count // columns]
+    else:
+        return piece
+    return dataclasses.replace(piece, scales=scales, groups=Groups(groups.rows, columns), column_groups=None)
 
 
 def _format(pieces: list[NarrowPiece], groups: Groups, k: int) -> tuple[str, list[_Numbers]] | None:
