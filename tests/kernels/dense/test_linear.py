@@ -6,6 +6,7 @@ from support.compare import FLOATS, assert_close, poisoned, with_row_padding
 from torch.nn import functional as F
 
 from tritonllm.kernels import linear, linear_ref, linear_workspace_size, rms_norm_ref
+from tritonllm.kernels.dense.arguments import NOT_SCALED
 from tritonllm.kernels.dense.choice import TORCH
 from tritonllm.kernels.dense.linear import ACTIVATIONS, GATED, MAX_M
 from tritonllm.kernels.dense.portable.rows import MAX_ROWS
@@ -186,7 +187,7 @@ def test_bad_arguments(changes, names):
 def test_operator(device):
     """Registered well enough for torch.compile: schema, fake tensors and functionalisation."""
     x, weight, out = (torch.randn(*shape, device=device) for shape in ((2, 8), (6, 8), (2, 6)))
-    rest = (None, 1e-6, 0.0, None, False, True, 1.0, False, 0, None, 1, 0, None)
+    rest = (None, 1e-6, 0.0, None, False, True, 1.0, False, 0, *NOT_SCALED)
     torch.library.opcheck(torch.ops.tritonllm.linear.default, (x, weight, None, None, out, *rest))
 
 

@@ -114,7 +114,8 @@ def _linear(bound: Bound, result: Any) -> Cost:
     x = next(bound[name] for name in ("input", "x", "X") if name in bound)
     weight = next(bound[name] for name in ("weight", "W") if name in bound)
     columns, inner = weight.shape[0], x.shape[-1]
-    others = [bound.get(name) for name in ("bias", "B", "norm_weight", "squares", "next_weight", "scales", "zeros")]
+    names = ("bias", "B", "norm_weight", "squares", "next_weight", "scales", "zeros", "row_scales")
+    others = [bound.get(name) for name in names]
     written = [result, *(bound.get(name) for name in ("out", "scaled", "next_squares", "logits", "normed"))]
     added = bound["out"] if bound.get("add") else None
     flops = product_flops(x.numel() // max(1, inner), inner, columns)
@@ -265,9 +266,10 @@ def _experts(bound: Bound, result: Any) -> Later:
     logits = bound.get("logits")
     ids = None if logits is not None else bound["ids"]
     top_k = bound["top_k"] if ids is None else ids.shape[1]
-    inner, hidden, tokens = down.shape[2], down.shape[1], len(x)
+    inner, hidden, tokens = up.shape[1] // 2, down.shape[1], len(x)  # a packed weight has fewer columns
     each = (up[0].numel() + down[0].numel()) * up.element_size() if len(up) else 0
-    biases = nbytes(bound.get("gate_up_bias"), bound.get("down_bias")) // max(1, len(up))
+    names = [f"{of}_{part}" for of in ("gate_up", "down") for part in ("bias", "scales", "zeros", "row_scales")]
+    others = nbytes(*map(bound.get, names)) // max(1, len(up))
     read = nbytes(x, logits, ids, bound.get("weights"), bound.get("norm_weight"), out if bound.get("add") else None)
     written = nbytes(out, bound.get("normed"))
     flops = tokens * top_k * 6 * hidden * inner
@@ -277,7 +279,7 @@ def _experts(bound: Bound, result: Any) -> Later:
         if chosen is None:
             rule = {name: bound[name] for name in ("renormalize", "scoring", "num_groups", "top_k_groups")}
             chosen = moe_route_ref(logits, top_k, bias=bound.get("correction_bias"), **rule)[1]
-        return Cost(flops, read + (each + biases) * int(chosen.unique().numel()), written)
+        return Cost(flops, read + (each + others) * int(chosen.unique().numel()), written)
 
     bound = {name: value for name, value in bound.items() if name not in ("x", "out", "normed")}  # free large ones
     return later
