@@ -19,8 +19,17 @@ from tritonllm.kernels import (
 )
 from tritonllm.kernels.dense.choice import TORCH
 from tritonllm.kernels.dense.linear import GATED, MAX_M, MAX_NARROW_M
-from tritonllm.kernels.dense.narrow import BY_ROW, e2m1_values, unit_of, unpack_nibbles
+from tritonllm.kernels.dense.narrow import (
+    BY_ROW,
+    aligned,
+    e2m1_values,
+    in_finer_groups,
+    scales_of,
+    unit_of,
+    unpack_nibbles,
+)
 from tritonllm.kernels.dense.portable.rows import MAX_ROWS
+from tritonllm.kernels.dense.reading import tile_reading
 from tritonllm.kernels.dense.weight import PACKED
 from tritonllm.kernels.elementwise import ACTIVATIONS
 from tritonllm.kernels.runtime import tuning
@@ -138,6 +147,29 @@ def test_widened(device, format, groups, n, k, dtype, padding, scale_dtype):
     assert torch.equal(out, widen_weight_ref(of, dtype))
     exact = numbers_of(of).float() * spread(of, n, k).float()
     assert torch.equal(out.cpu(), exact.to(dtype))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("k", [256, 320])
+def test_finer_groups_have_the_same_numbers(device, format, k):
+    of = narrow(6, k, format, Groups(1, 64), device)
+    finer = in_finer_groups(of, 32)
+    assert finer.groups == Groups(1, 32) and finer.scales.shape == (6, k // 32)
+    assert torch.equal(widen_weight(finer, torch.float32), widen_weight(of, torch.float32))
+
+
+@pytest.mark.parametrize("columns", [16, 32])
+def test_scales_of_a_tile_as_one_word(device, columns):
+    """Of four and of eight bytes, the last of them in part beyond the columns."""
+    for k in (416, 512):
+        of = narrow(40, k, "fp4", Groups(1, columns), device)
+        of = of._replace(scales=aligned(of.scales))
+        x = torch.randn(5, k, device=device).bfloat16()
+        expected = x.float() @ widen_weight_ref(of, torch.float32).T
+        for block in (4 * columns, 8 * columns):
+            assert tile_reading(of.data, scales_of(of), {**TILES, "BLOCK_K": block}).constants["WORDS"]
+            with tuning.override("linear_narrow", TILES | {"BLOCK_K": block}):
+                assert_close(linear(x, of), expected, torch.bfloat16)
 
 
 @given(
