@@ -6,6 +6,8 @@ import torch
 from torch import nn
 
 from tritonllm.kernels import xielu
+from tritonllm.kernels.dense.portable.tiles import MAX_BLOCK_M
+from tritonllm.kernels.elementwise.quantized import act_and_mul_quantize
 from tritonllm.layers.linear import Linear
 from tritonllm.layers.norm import BlockInput
 from tritonllm.layers.parameters import empty_parameter
@@ -67,4 +69,9 @@ class MLP(nn.Module):
         """``[T, hidden]`` -> ``[T, hidden]``, to be added."""
         if self.act is not None:
             return Addend(self.down, self.act(self.up(*x)))
+        if (
+            self.spec.gated and self.down.rounds_rows and x.rows.shape[0] > MAX_BLOCK_M
+        ):  # torch multiplies, fusing nothing
+            rows, scales = act_and_mul_quantize(self.up(*x), self.spec.activation)
+            return Addend(self.down, BlockInput(rows, scales=scales))
         return Addend(self.down, self.up(*x, activation=self.spec.activation, gated=self.spec.gated))

@@ -89,7 +89,7 @@ class Stream:
             return given
         if by is NormBy.PRODUCT:
             return BlockInput(self.rows, norm)
-        if by in (NormBy.ADDITION, NormBy.SUM):
+        if by in (NormBy.ADDITION, NormBy.ADDITION_ROUNDED, NormBy.SUM):
             addend, self._addend = self._addend, None
             partial, self._partial = self._partial, False
             assert addend is not None
@@ -101,6 +101,8 @@ class Stream:
                 if norm is None:
                     self.rows.add_(addend, alpha=self._scale)
                     return BlockInput(self.rows)
+                if by is NormBy.ADDITION_ROUNDED:
+                    return norm.add_and_round(addend, self.rows, self._scale)
                 normed, _ = norm(addend, self.rows, self._scale)
         elif norm is None:
             return BlockInput(self.rows)

@@ -154,6 +154,9 @@ def check_narrow(name: str, weight: Weight, k: int, x: torch.Tensor, *, stacked:
         require(same, f"{name}.zeros must have the strides of {name}.scales")
     if weight.format == FP8:
         require_float8(name, x.device, "use int8")
+    if weight.rounds_rows:
+        fits = weight.format == FP8 and weight.groups.columns == 0 and not stacked
+        require(fits, f"{name}.rounds_rows is of a product of 'fp8' whose groups have all columns, not of others")
 
 
 def narrow_key(weight: torch.Tensor, scaled: Scaled) -> dict[str, int | str]:
@@ -239,7 +242,9 @@ def _widen(data: torch.Tensor, out: torch.Tensor, scaled: Scaled) -> None:
 
 def scales_of(weight: Weight) -> Scaled:
     """What kernels take of a weight beside its numbers."""
-    return NOT_SCALED if weight.scales is None else Scaled(weight.scales, *weight.groups, weight.zeros)
+    return (
+        NOT_SCALED if weight.scales is None else Scaled(weight.scales, *weight.groups, weight.zeros, weight.rounds_rows)
+    )
 
 
 def columns_of(data: torch.Tensor) -> int:

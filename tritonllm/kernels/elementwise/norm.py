@@ -15,7 +15,7 @@ from tritonllm.kernels.elementwise.arguments import NormOptions, Rows
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.checks import check_tensor, require
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
-from tritonllm.kernels.runtime.float8 import quantize_reference, row_scale
+from tritonllm.kernels.runtime.float8 import empty_rows, quantize_reference, row_scale
 from tritonllm.kernels.runtime.registry import register_op, with_reference
 
 MAX_BLOCK = 16384
@@ -255,6 +255,14 @@ def normalize(x: torch.Tensor, norm: NormOptions, out: torch.Tensor | None = Non
     rows = x if x.dim() <= 3 else x.reshape(-1, *x.shape[-2:])
     _norm(rows, None, _as_rows("out", out), None, 1.0, *norm)
     return out
+
+
+def quantize_normalized(x: torch.Tensor, norm: NormOptions) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(q[M, N] float8, scale[M])`` of the norm of ``x[M, N]``, N at most ``MAX_BLOCK``. Checks nothing, as
+    :func:`normalize`."""
+    q, scale = empty_rows(x, x.shape[1])
+    _norm(x, None, q, scale, 1.0, *norm)
+    return q, scale
 
 
 def add_and_normalize(

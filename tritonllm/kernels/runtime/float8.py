@@ -50,7 +50,7 @@ def quantize_reference(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor) ->
     A product and a reciprocal, as in the kernels: torch divides by a number in one way on the CPU, in another on a GPU.
     """
     largest = x.float().abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(-1).clamp(min=SMALLEST_ROW)
-    scale.copy_(largest * (1.0 / LARGEST))
+    scale = scale.view(largest.shape).copy_(largest * (1.0 / LARGEST))
     q.copy_((x.float() * scale.reciprocal()[..., None]).clamp(-LARGEST, LARGEST).to(DTYPE))
 
 

@@ -50,12 +50,14 @@ class _Rule:
         bits: how many bits a number has.
         columns: how many columns a group has; 0 for no groups.
         block: rows and columns of a block; ``None`` for no blocks.
+        rounds_rows: products round their rows, too (``input_activations``).
     """
 
     targets: tuple[str, ...]
     bits: int
     columns: int
     block: tuple[int, int] | None
+    rounds_rows: bool
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,8 @@ def _weight(
         parts["order"] = headers.order(name, NAME, order, k, groups.shape(n, k)[1])
     if f"{stem}.weight_shape" in headers.stored:
         parts["shape"] = f"{stem}.weight_shape", headers.stored[f"{stem}.weight_shape"]
-    return NarrowTensor((n, k), RowMajor(NAME, (n, k), groups, packing, zero_bits), parts)
+    scheme = RowMajor(NAME, (n, k), groups, packing, zero_bits, rounds_rows=rule.rounds_rows)
+    return NarrowTensor((n, k), scheme, parts)
 
 
 def _floats4(name: str, tensor: StoredTensor, headers: Headers, stem: str) -> NarrowTensor:
@@ -189,4 +192,5 @@ def _rule_of(group: Mapping[str, Any]) -> _Rule:
     bits, columns = weights.get("num_bits", 8), weights.get("group_size") or 0
     if not isinstance(bits, int) or not isinstance(columns, int):
         raise ValueError(f"{_WHERE}: num_bits and group_size must be integers, got {bits!r} and {columns!r}")
-    return _Rule(tuple(targets), bits, max(columns, 0), two_sizes(weights.get("block_structure"), "block_structure"))
+    block = two_sizes(weights.get("block_structure"), "block_structure")
+    return _Rule(tuple(targets), bits, max(columns, 0), block, group.get("input_activations") is not None)

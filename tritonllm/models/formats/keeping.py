@@ -103,7 +103,9 @@ def assemble(shape: tuple[int, ...], arrivals: Iterable[Arrival]) -> Weight | No
             zeros[at] = part.zeros.to(torch.uint8)[each]
     if zeros is not None and bool((zeros == 8).all()):
         zeros = None
-    return Weight(data, scales, format, groups, zeros)
+    # float8 by rows is what products round rows to; others have 16-bit rows, which are more exact
+    rounds_rows = format == FP8 and not groups.columns and not experts and all(piece.rounds_rows for piece in pieces)
+    return Weight(data, scales, format, groups, zeros, rounds_rows)
 
 
 def _format(pieces: list[NarrowPiece], groups: Groups, k: int) -> tuple[str, list[_Numbers]] | None:

@@ -23,6 +23,7 @@ class NarrowPiece:
         column_groups: ``[C]`` int64, which column of ``scales`` a column has, where ``groups.columns`` does not say it:
             columns in another order (GPTQ's act-order), or groups that the piece cuts through.
         values: ``[16]`` or more float32, what each number stands for; ``None``: itself.
+        rounds_rows: the checkpoint's products round their rows, too.
     """
 
     numbers: torch.Tensor
@@ -31,6 +32,7 @@ class NarrowPiece:
     zeros: torch.Tensor | None = None
     column_groups: torch.Tensor | None = None
     values: torch.Tensor | None = None
+    rounds_rows: bool = False
 
     def widen(self, dtype: torch.dtype) -> torch.Tensor:
         """The elements ``[R, C]``, on the piece's device: computed in float32 and rounded once to ``dtype``."""
@@ -80,6 +82,7 @@ def cut_out(
     zeros: torch.Tensor | None = None,
     column_groups: torch.Tensor | None = None,
     values: torch.Tensor | None = None,
+    rounds_rows: bool = False,
 ) -> NarrowPiece:
     """The piece of a weight whose scales are given as a whole.
 
@@ -90,6 +93,7 @@ def cut_out(
         zeros: as ``scales``, int32.
         column_groups: ``[K]``, which column of ``scales`` each column of the weight has.
         values: what each number stands for.
+        rounds_rows: as of the piece.
     """
     device = scales.device
     which: slice | torch.Tensor
@@ -108,4 +112,4 @@ def cut_out(
         scales, zeros = scales[:, some], None if zeros is None else zeros[:, some]
     elif across:
         column_groups, across = torch.arange(columns.start, columns.stop, device=device) // across, 0
-    return NarrowPiece(numbers, scales, Groups(own, across), zeros, column_groups, values)
+    return NarrowPiece(numbers, scales, Groups(own, across), zeros, column_groups, values, rounds_rows)
