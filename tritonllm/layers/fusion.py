@@ -25,7 +25,7 @@ have their place here too: a trait, which :func:`plan_step` will turn into anoth
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 import torch
@@ -46,7 +46,6 @@ class NormBy(Enum):
 
     ALONE = auto()  # a launch of its own
     ADDITION = auto()  # the launch that adds what is pending; without a norm, what is pending is only added
-    ADDITION_ROUNDED = auto()  # as ADDITION; the block's first product gets its rows as float8
     SUM = auto()  # as ADDITION; where ranks have parts of what is pending, the same launch sums them up first
     PRODUCT = auto()  # the block's first product, or its router
     BEFORE = auto()  # what added to the stream before has begun the norm or computed it
@@ -68,6 +67,7 @@ class LayerPlan:
     attention_add: AddBy
     mlp_norm: NormBy
     mlp_add: AddBy
+    rounds_to: torch.dtype | None = None  # of 8 bits: as what an addition leaves the norm
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class LayerTraits:
         rms: whether its norms are RMS norms; the kernels of products know no others.
         parallel: whether both blocks read the layer's input.
         begins_norms: whether it pays that its products begin norms and end them.
-        rounds_rows: whether its products round their rows to float8: the launch that does takes the norm along.
+        rounds_to: what its products round their rows to, if they do: the launch that does takes the norm along.
         router: how many elements the router's weight has; 0 if the MLP is dense.
         norms_router: whether the launch of the router can take the norm before it along: they are of one dtype.
         sums_last: whether nothing comes after the sum of the experts: there are experts, and no shared MLP.
@@ -106,7 +106,7 @@ class LayerTraits:
     parallel: bool = False
     partial: bool = False
     begins_norms: bool = False
-    rounds_rows: bool = False
+    rounds_to: torch.dtype | None = None
     router: int = 0
     norms_router: bool = True
     sums_last: bool = False
@@ -119,9 +119,10 @@ class LayerTraits:
         """A layer whose products have these ``weights``, from the first to the last. Narrow ones begin no norms."""
         plain = all(weight.format == PLAIN for weight in weights)
         begins = sequential and rms and not partial and plain and all(begins_norms(weight.data) for weight in weights)
-        rounds = all(weight.rounds_rows for weight in weights)
-        how = {"begins_norms": begins, "rounds_rows": rounds, "partial": partial}
-        return cls(sequential=sequential, rms=rms, parallel=parallel, **how)
+        rounds = {weight.data.dtype if weight.rounds_rows else None for weight in weights}
+        rounds_to = rounds.pop() if len(rounds) == 1 and sequential and rms else None
+        traits = cls(sequential=sequential, rms=rms, parallel=parallel, partial=partial)
+        return replace(traits, begins_norms=begins, rounds_to=rounds_to)
 
     @classmethod
     def of_experts(
@@ -153,7 +154,7 @@ class FusionLimits:
 
     Attributes:
         few: most rows of which products normalise first and add to the stream; -1 for none, as on the CPU.
-        rounded: the same where products round their rows to float8.
+        rounded: the same where products round their rows.
         medium: rows of which products begin norms and end them.
         routed: most rows, times elements of the router, of which norm and router are one launch.
         summed: most rows of which the launch that sums up the ranks' parts adds and normalises; -1 for none.
@@ -235,16 +236,14 @@ def _plan_layer(
         return LayerPlan(enter, AddBy.LATER, between, AddBy.LATER)
     # a product that begins a norm has the rows of the one that ends it; a norm that is computed need not be ended
     medium = layer.begins_norms and wanted is None and rows in limits.medium and handed is not _Handed.NORMED
-    few = not medium and layer.sequential and kept <= (limits.rounded if layer.rounds_rows else limits.few)
+    few = not medium and layer.sequential and kept <= (limits.few if layer.rounds_to is None else limits.rounded)
     by_product = NormBy.PRODUCT if layer.rms else NormBy.ALONE
-    rounds = layer.rounds_rows and layer.sequential and layer.rms
-    by_addition = NormBy.ADDITION_ROUNDED if rounds else NormBy.ADDITION
     if handed is _Handed.ADDEND:
-        enter = by_addition
+        enter = NormBy.ADDITION
     elif handed is _Handed.NORMED or (handed is _Handed.BEGUN and medium):
         enter = NormBy.BEFORE
     else:
-        enter = by_product if medium or few or rounds else NormBy.ALONE
+        enter = by_product if medium or few or layer.rounds_to is not None else NormBy.ALONE
     if medium:
         add = AddBy.PRODUCT if last else AddBy.PRODUCT_WITH_NORM
         return LayerPlan(enter, AddBy.PRODUCT_WITH_NORM, NormBy.BEFORE, add)
@@ -253,7 +252,8 @@ def _plan_layer(
         return LayerPlan(enter, AddBy.PRODUCT, by_product if routed else NormBy.ALONE, AddBy.PRODUCT)
     hands_on = layer.sums_last and layer.sequential and layer.rms and not last
     add = AddBy.PRODUCT_WITH_NORM if hands_on else AddBy.LATER
-    return LayerPlan(enter, AddBy.LATER, NormBy.ALONE if layer.parallel else by_addition, add)
+    between = NormBy.ALONE if layer.parallel else NormBy.ADDITION
+    return LayerPlan(enter, AddBy.LATER, between, add, layer.rounds_to)
 
 
 def _handed_on(layer: LayerTraits, plan: LayerPlan) -> _Handed:

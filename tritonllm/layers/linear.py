@@ -186,9 +186,9 @@ class Linear(HoldsWeights):
         self._packed = self.operand.format != PLAIN
 
     @property
-    def rounds_rows(self) -> bool:
-        """Whether it rounds its rows to float8."""
-        return self._scaled.rounds_rows
+    def rounds_to(self) -> torch.dtype | None:
+        """What it rounds its rows to, if it does."""
+        return self.weight.dtype if self._scaled.rounds_rows else None
 
     def alone(self, x: torch.Tensor | BlockInput) -> torch.Tensor:
         """This and what follows: a block's last product (:class:`~tritonllm.layers.residual.LastProduct`)."""

@@ -69,9 +69,8 @@ class MLP(nn.Module):
         """``[T, hidden]`` -> ``[T, hidden]``, to be added."""
         if self.act is not None:
             return Addend(self.down, self.act(self.up(*x)))
-        if (
-            self.spec.gated and self.down.rounds_rows and x.rows.shape[0] > MAX_BLOCK_M
-        ):  # torch multiplies, fusing nothing
-            rows, scales = act_and_mul_quantize(self.up(*x), self.spec.activation)
+        rounds_to = self.down.rounds_to
+        if self.spec.gated and rounds_to is not None and x.rows.shape[0] > MAX_BLOCK_M:
+            rows, scales = act_and_mul_quantize(self.up(*x), self.spec.activation, rounds_to)
             return Addend(self.down, BlockInput(rows, scales=scales))
         return Addend(self.down, self.up(*x, activation=self.spec.activation, gated=self.spec.gated))

@@ -87,9 +87,9 @@ class Norm(nn.Module):
             return self._in_torch(residual.add_(x, alpha=x_scale)), residual
         return add_and_normalize(x, residual, self._arguments(), x_scale)
 
-    def add_and_round(self, x: torch.Tensor, residual: torch.Tensor, x_scale: float) -> BlockInput:
-        """As :meth:`forward` with a residual, of an RMS norm; the normalised sum leaves as float8."""
-        rounded = empty_rows(x, x.shape[-1])
+    def add_and_round(self, x: torch.Tensor, residual: torch.Tensor, x_scale: float, dtype: torch.dtype) -> BlockInput:
+        """As :meth:`forward` with a residual, of an RMS norm; the normalised sum leaves as float8 or int8."""
+        rounded = empty_rows(x, x.shape[-1], dtype)
         add_and_normalize(x, residual, self._arguments(), x_scale, rounded)
         return BlockInput(rounded[0], scales=rounded[1])
 
@@ -136,7 +136,7 @@ class BlockInput(NamedTuple):
         norm: an RMS norm that the product takes along; ``None`` if the rows are as they should be.
         squares: ``[parts, T]`` float32, with a ``norm`` that was begun: ``rows`` are multiplied by its weight, and
             their squares before that add up to these. What is left is to divide by the root mean square.
-        scales: ``[T]`` float32, by which rows that are float8 have still to be multiplied.
+        scales: ``[T]`` float32, by which rows that are float8 or int8 have still to be multiplied.
     """
 
     rows: torch.Tensor

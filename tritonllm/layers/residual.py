@@ -81,15 +81,16 @@ class Stream:
         self._partial = False  # it is a part
         self._input = given  # the next block's, as far as it is computed
 
-    def enter(self, norm: Norm | None, by: NormBy) -> BlockInput:
-        """The input of a block that begins with ``norm`` (``None``: with the stream itself), which ``by`` computes."""
+    def enter(self, norm: Norm | None, by: NormBy, rounds_to: torch.dtype | None = None) -> BlockInput:
+        """The input of a block that begins with ``norm`` (``None``: with the stream itself), which ``by`` computes; an
+        addition leaves it in ``rounds_to``, if it is there."""
         given, self._input = self._input, None
         if by is NormBy.BEFORE:
             assert given is not None
             return given
         if by is NormBy.PRODUCT:
             return BlockInput(self.rows, norm)
-        if by in (NormBy.ADDITION, NormBy.ADDITION_ROUNDED, NormBy.SUM):
+        if by in (NormBy.ADDITION, NormBy.SUM):
             addend, self._addend = self._addend, None
             partial, self._partial = self._partial, False
             assert addend is not None
@@ -101,8 +102,8 @@ class Stream:
                 if norm is None:
                     self.rows.add_(addend, alpha=self._scale)
                     return BlockInput(self.rows)
-                if by is NormBy.ADDITION_ROUNDED:
-                    return norm.add_and_round(addend, self.rows, self._scale)
+                if rounds_to is not None:
+                    return norm.add_and_round(addend, self.rows, self._scale, rounds_to)
                 normed, _ = norm(addend, self.rows, self._scale)
         elif norm is None:
             return BlockInput(self.rows)

@@ -117,7 +117,7 @@ class DecoderLayer(nn.Module):
             query_scale: ``[T, 1, 1]``, what queries grow by; ``None`` where they do not.
             place: which of the stream's layer inputs is this layer's.
         """
-        x = stream.enter(self.attention_norm, plan.attention_norm)
+        x = stream.enter(self.attention_norm, plan.attention_norm, plan.rounds_to)
         if rows is not None:
             stream.keep(rows)
         stream.add(  # without a name for what is added: its memory would be held during the MLP
@@ -127,7 +127,7 @@ class DecoderLayer(nn.Module):
             following=self.mlp_norm,
         )
         if not self.one_norm:
-            x = stream.enter(self.mlp_norm, plan.mlp_norm)
+            x = stream.enter(self.mlp_norm, plan.mlp_norm, plan.rounds_to)
         elif rows is not None:
             x = BlockInput(x.rows.index_select(0, rows))
         addend = self.mlp(x, counter, exchanged, stream.rows) if isinstance(self.mlp, MoE) else self.mlp(x)

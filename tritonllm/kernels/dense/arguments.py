@@ -34,7 +34,7 @@ class Fused(NamedTuple):
 
 class Scaled(NamedTuple):
     """The scales of a narrow weight (:class:`~tritonllm.kernels.dense.weight.Groups`), ``None`` for a plain one; and of
-    rows that are float8 already, ``[M]`` float32."""
+    rows that are rounded already, ``[M]`` float32."""
 
     scales: torch.Tensor | None = None
     group_rows: int = 1

@@ -131,7 +131,7 @@ MANY |= {"num_stages": 3, "TURNED": True}
 
 
 def default_rounded_config(m: int, n: int, k: int) -> tuning.Config:
-    """For rows and weights that are both float8: tiles up to 256 rows.
+    """For rows and weights of 8 bits: tiles up to 256 rows.
 
     Of 11 configurations for four weights of Llama-3.1-8B and six numbers of rows, on an H200, as many parts of K as
     give a processor four programs of few rows, and one of 256 (docs/notebook/narrow-products.md).

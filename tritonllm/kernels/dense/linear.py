@@ -49,7 +49,7 @@ def _reference(operands: Operands, fused: Fused, scaled: Scaled = NOT_SCALED) ->
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, fused.eps, weight_offset=fused.norm_offset)
     if scaled.rounds_rows and scaled.of_rows is None:
-        x = rounded(x.to(operands.x.dtype))
+        x = rounded(x.to(operands.x.dtype), operands.weight.dtype)
     y = x @ weight.float().T
     if bias is not None:
         y += bias

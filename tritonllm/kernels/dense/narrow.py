@@ -155,8 +155,8 @@ def check_narrow(name: str, weight: Weight, k: int, x: torch.Tensor, *, stacked:
     if weight.format == FP8:
         require_float8(name, x.device, "use int8")
     if weight.rounds_rows:
-        fits = weight.format == FP8 and weight.groups.columns == 0 and not stacked
-        require(fits, f"{name}.rounds_rows is of a product of 'fp8' whose groups have all columns, not of others")
+        fits = weight.format in (FP8, INT8) and weight.groups.columns == 0 and not stacked
+        require(fits, f"{name}.rounds_rows is of a product of 'fp8' or 'int8' whose groups have all columns")
 
 
 def narrow_key(weight: torch.Tensor, scaled: Scaled) -> dict[str, int | str]:

@@ -1,10 +1,10 @@
-"""Products of which both sides are float8 (W8A8): the rows are rounded first, each with a scale of its own.
+"""Products of which both sides are float8 or int8 (W8A8): the rows are rounded first, each with a scale of its own.
 
-Nothing has to be widened, and the tensor cores multiply float8 at twice the rate of 16 bits. A product means the same
+Nothing has to be widened, and the tensor cores multiply 8 bits at twice the rate of 16. A product means the same
 for any number of rows: otherwise a request's tokens would depend on how many others are in a step. Up to 256 rows
-`portable/tiles.py` multiplies, with what is around the product; more rows are CUTLASS's through torch, or, where that
-has no such product, tiles again. Sums have the accumulators that the matrix unit has for float8 (on Hopper fewer bits
-than float32), as CUTLASS's have. Scales by row: "ZeroQuant", Yao et al. (2022).
+`portable/tiles.py` multiplies, with what is around the product; more rows of float8 are CUTLASS's through torch, or,
+where that has no such product, tiles again. Sums of float8 have the accumulators of the matrix unit (on Hopper fewer
+bits than float32), as CUTLASS's have; those of int8 are exact. Scales by row: "ZeroQuant", Yao et al. (2022).
 """
 
 from collections.abc import Callable
@@ -24,20 +24,20 @@ from tritonllm.kernels.runtime.float8 import quantize_reference
 
 
 def round_rows(
-    x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float, norm_offset: float
+    x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float, norm_offset: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``(q[M, K], scale[M])`` of rows ``x[M, K]``, or of their RMS norm: one launch, but for a norm of long rows."""
     if norm_weight is None:
-        return quantize_rows(x)
+        return quantize_rows(x, dtype)
     norm = NormOptions(norm_weight, None, eps, norm_offset)
     if x.shape[1] <= MAX_BLOCK:
-        return quantize_normalized(x, norm)
-    return quantize_rows(normalize(x, norm))
+        return quantize_normalized(x, norm, dtype)
+    return quantize_rows(normalize(x, norm), dtype)
 
 
-def rounded(x: torch.Tensor) -> torch.Tensor:
-    """Rows ``[M, K]`` as products see them, in float32."""
-    q = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rows ``[M, K]`` as products with a weight of that dtype see them, in float32."""
+    q = torch.empty(x.shape, dtype=dtype, device=x.device)
     scale = torch.empty(len(x), dtype=torch.float32, device=x.device)
     quantize_reference(x, q, scale)
     return q.float() * scale[:, None]
@@ -45,8 +45,8 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
 
 def _torch_multiplies(weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> bool:
     """Torch has such a product."""
-    fits = out.dtype == torch.bfloat16 and (bias is None or bias.dtype == out.dtype)
-    return fits and weight.is_cuda and weight.shape[0] % 16 == 0 and weight.shape[1] % 16 == 0
+    fits = weight.is_cuda and weight.dtype == torch.float8_e4m3fn and weight.shape[0] % 16 == weight.shape[1] % 16 == 0
+    return fits and out.dtype == torch.bfloat16 and (bias is None or bias.dtype == out.dtype)
 
 
 def launch_rounded(
@@ -57,7 +57,7 @@ def launch_rounded(
     x, weight, bias, norm_weight, out, _ = operands
     (m, k), n = x.shape, len(weight)
     if scaled.of_rows is None:
-        q, row_scales = round_rows(x, norm_weight, fused.eps, fused.norm_offset)
+        q, row_scales = round_rows(x, norm_weight, fused.eps, fused.norm_offset, weight.dtype)
     else:
         assert norm_weight is None
         q, row_scales = x, scaled.of_rows

@@ -60,8 +60,8 @@ class Weight(NamedTuple):
         format: ``"plain"``, ``"onednn"``, ``"fp8"``, ``"int8"`` or ``"int4"``.
         groups: what shares a scale and a zero point.
         zeros: the zero points of ``"int4"``, shaped as the scales, uint8 from 0 to 16; ``None``: all are 8.
-        rounds_rows: a product rounds its rows to float8, too, each with a scale of its own (W8A8); of ``"fp8"`` whose
-            groups have all columns.
+        rounds_rows: a product rounds its rows to the same format, each with a scale of its own (W8A8); of ``"fp8"`` or
+            ``"int8"`` whose groups have all columns.
     """
 
     data: torch.Tensor

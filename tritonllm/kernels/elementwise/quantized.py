@@ -1,5 +1,5 @@
-"""Rows as float8 with a scale each, which a float8 product reads: as they are, or those of RMSNorm and SwiGLU on their
-way out.
+"""Rows as float8 or int8 with a scale each, which a product of 8 bits reads: as they are, or those of RMSNorm and
+SwiGLU on their way out.
 
 Quantising on the way out saves the pass over the rows that a kernel of its own would make, 5 bytes an element (written
 and read in 16 bits, written in 8) of the 9 and 11 that the two take apart. Scales by token: "ZeroQuant", Yao et al.
@@ -15,7 +15,7 @@ from tritonllm.kernels.elementwise.activation import ACTIVATIONS, activate
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.checks import check_tensor, require
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
-from tritonllm.kernels.runtime.float8 import empty_rows, quantize_reference, row_scale
+from tritonllm.kernels.runtime.float8 import DTYPE, empty_rows, quantize_reference, round_to, row_scale
 from tritonllm.kernels.runtime.registry import register_op, with_reference
 
 
@@ -32,7 +32,7 @@ def _values(p_x, cols, N, ACT: tl.constexpr):
 @triton.jit
 def _quantize_kernel(
     x_ptr,  # [T, N], or [T, 2N] with ACT
-    out_ptr,  # [T, N] float8
+    out_ptr,  # [T, N] float8 or int8
     scale_ptr,  # [T]
     N,
     stride_x,
@@ -53,13 +53,14 @@ def _quantize_kernel(
         for start in range(BLOCK, N, BLOCK):
             b_largest = tl.maximum(b_largest, tl.abs(_values(p_x, start + cols, N, ACT)))
     let_next_start(PDL)
-    scale, inverse = row_scale(tl.max(b_largest, axis=0))
+    scale, inverse = row_scale(tl.max(b_largest, axis=0), out_ptr.dtype.element_ty)
     tl.store(scale_ptr + row, scale)
     for start in range(0, BLOCK if ONE_BLOCK else N, BLOCK):
         at = start + cols
         if not ONE_BLOCK:
             b_y = _values(p_x, at, N, ACT)
-        tl.store(out_ptr + row * stride_out + at, (b_y * inverse).to(out_ptr.dtype.element_ty), mask=at < N)
+        b_out = round_to(b_y * inverse, out_ptr.dtype.element_ty)
+        tl.store(out_ptr + row * stride_out + at, b_out, mask=at < N)
 
 
 def default_config(n: int, tokens: int) -> tuning.Config:
@@ -86,24 +87,26 @@ def _quantize_rows(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor) -> Non
     _launch(x, q, scale, None)
 
 
-def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows in float8, each divided by a scale of its own.
+def quantize_rows(x: torch.Tensor, dtype: torch.dtype = DTYPE) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows in float8 or int8, each divided by a scale of its own.
 
     Args:
         x: ``[..., N]`` float16, bfloat16 or float32, N at least 1; contiguous in the last dimension.
+        dtype: float8_e4m3fn or int8.
 
     Returns:
-        ``(q, scale)``: ``q[..., N]`` float8_e4m3fn and ``scale[...]`` float32, the row's largest magnitude (at least
-        1e-30) over 448; ``x`` is about ``q.float() * scale[..., None]``.
+        ``(q, scale)``: ``q[..., N]`` of that dtype and ``scale[...]`` float32, the row's largest magnitude (at least
+        1e-30) over 448 or 127; ``x`` is about ``q.float() * scale[..., None]``.
 
     Raises:
-        ValueError: an empty row, a wrong dtype, rows that are not contiguous, or a GPU without float8 (compute
+        ValueError: an empty row, a wrong dtype, rows that are not contiguous, or float8 on a GPU without it (compute
             capability 8.9).
     """
+    require(dtype in (DTYPE, torch.int8), f"dtype must be torch.float8_e4m3fn or torch.int8, got {dtype}")
     check_tensor("x", x, [None] * max(x.dim(), 1))
     n = x.shape[-1]
     require(n > 0, f"x must have rows of an element or more, got {list(x.shape)}")
-    q, scale = empty_rows(x, n)
+    q, scale = empty_rows(x, n, dtype)
     _quantize_rows(x.reshape(-1, n), q.view(-1, n), scale.view(-1))
     return q, scale
 
@@ -129,10 +132,12 @@ def _check_gated(x: torch.Tensor) -> None:
     )
 
 
-def act_and_mul_quantize(x: torch.Tensor, activation: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`silu_and_mul_quantize` with any gated activation, of rows that are known to fit."""
+def act_and_mul_quantize(
+    x: torch.Tensor, activation: str, dtype: torch.dtype = DTYPE
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`silu_and_mul_quantize` with any gated activation, also to int8, of rows that are known to fit."""
     n = x.shape[-1] // 2
-    q, scale = empty_rows(x, n)
+    q, scale = empty_rows(x, n, dtype)
     _act_and_mul_quantize(x.reshape(-1, 2 * n), q.view(-1, n), scale.view(-1), activation)
     return q, scale
 

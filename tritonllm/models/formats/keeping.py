@@ -103,8 +103,8 @@ def assemble(shape: tuple[int, ...], arrivals: Iterable[Arrival]) -> Weight | No
             zeros[at] = part.zeros.to(torch.uint8)[each]
     if zeros is not None and bool((zeros == 8).all()):
         zeros = None
-    # float8 by rows is what products round rows to; others have 16-bit rows, which are more exact
-    rounds_rows = format == FP8 and not groups.columns and not experts and all(piece.rounds_rows for piece in pieces)
+    # where scales are of groups of columns rows have 16 bits, which are more exact
+    rounds_rows = not groups.columns and not experts and all(piece.rounds_rows for piece in pieces)
     return Weight(data, scales, format, groups, zeros, rounds_rows)
 
 

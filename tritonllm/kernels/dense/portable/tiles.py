@@ -7,7 +7,7 @@ them, in the order of K, so that timing does not change a bit of the result (the
 `attention/portable/balanced.py`). More rows than a tile has are several programs, which run beside each other and read
 a tile of the weight together.
 
-Rows that are float8, too, are multiplied as they are, and the sums by their scales.
+Rows of 8 bits are multiplied by weights of 8 bits as they are, and the sums by the scales of both.
 """
 
 import torch
@@ -29,9 +29,9 @@ MAX_BLOCK_M = 256
 def _multiply(b_x, b_weight, acc, TURNED: tl.constexpr):
     """``acc [M, N]`` and the product of a step; ``[N, M]`` if TURNED."""
     if TURNED:
-        acc = tl.dot(b_weight, tl.trans(b_x), acc, input_precision="ieee")
+        acc = tl.dot(b_weight, tl.trans(b_x), acc, input_precision="ieee", out_dtype=acc.dtype)
     else:
-        acc = tl.dot(b_x, tl.trans(b_weight), acc, input_precision="ieee")
+        acc = tl.dot(b_x, tl.trans(b_weight), acc, input_precision="ieee", out_dtype=acc.dtype)
     return acc
 
 
@@ -40,7 +40,7 @@ def linear_tiles_kernel(
     x_ptr,  # [M, K]
     weight_ptr,  # [N, K]; [2 N, K] if GATED; K / 2 bytes in a row if HALF
     bias_ptr,  # [N] or [2 N], or None
-    row_scales_ptr,  # [M] float32, of rows that are float8; or None
+    row_scales_ptr,  # [M] float32, of rows of the weight's dtype; or None
     scales_ptr,  # [weight rows / GROUP_N, K / GROUP_K], or None
     zeros_ptr,  # likewise, uint8; None: 8 where there are nibbles
     out_ptr,  # [M, N]; read too if ADD
@@ -98,7 +98,8 @@ def linear_tiles_kernel(
             b_zero = tl.load(zeros_ptr + b_group).to(tl.float32)
     m_m = b_m < M
     steps = tl.cdiv(K, BLOCK_K)
-    acc = tl.zeros([BLOCK_N, BLOCK_M] if TURNED else [BLOCK_M, BLOCK_N], tl.float32)
+    WHOLE: tl.constexpr = row_scales_ptr is not None and x_ptr.dtype.element_ty == tl.int8
+    acc = tl.zeros([BLOCK_N, BLOCK_M] if TURNED else [BLOCK_M, BLOCK_N], tl.int32 if WHOLE else tl.float32)
     if PDL and AHEAD:
         fetch_ahead(weight_ptr, b_row, steps * part // SPLIT_K * BYTES, stride_weight, AHEAD)
     wait_for_previous(PDL)
@@ -131,6 +132,7 @@ def linear_tiles_kernel(
                 acc = _multiply(b_high_x, b_high, acc, TURNED)
     if TURNED:
         acc = tl.trans(acc)
+    acc = acc.to(tl.float32)
     last = True
     if SPLIT_K > 1:
         rows = tl.num_programs(0) * BLOCK_N  # of one block of rows of x
