@@ -21,6 +21,13 @@ from tritonllm.kernels.elementwise.quantized import quantize_rows
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch
 from tritonllm.kernels.runtime.float8 import quantize_reference
+from tritonllm.kernels.runtime.variants import Variant, Variants
+
+GATED_ROUNDED = Variants(
+    "linear, gated, of 8 bits",  # of more than 256 rows
+    Variant("gated", "dense/sm90/gated.py", (90,), "rounded_fits", "rounded_pays"),
+    Variant("torch", "dense/rounded.py"),
+)
 
 
 def round_rows(
@@ -43,6 +50,11 @@ def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return q.float() * scale[:, None]
 
 
+def gates_at_once(m: int, weight: torch.Tensor, dtype: torch.dtype) -> bool:
+    """One launch computes the gated product of ``m`` rows with a weight of 8 bits, in ``dtype``."""
+    return GATED_ROUNDED.own(weight.device, m, weight, dtype) is not None
+
+
 def _torch_multiplies(weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> bool:
     """Torch has such a product."""
     fits = weight.is_cuda and weight.dtype == torch.float8_e4m3fn and weight.shape[0] % 16 == weight.shape[1] % 16 == 0
@@ -61,21 +73,28 @@ def launch_rounded(
     else:
         assert norm_weight is None
         q, row_scales = x, scaled.of_rows
-    key: dict[str, int | str] = {"m": triton.next_power_of_2(m), "n": n, "k": k}
-    config = tuning.get_config("linear_rounded", x.device, default_rounded_config, **key)
-    if config["kernel"] == "torch" and not _torch_multiplies(weight, bias, out):
-        config = MANY
-    if config["kernel"] != "torch":
-        operands, scaled = operands._replace(x=q, norm_weight=None), scaled._replace(of_rows=row_scales)
-        launch_tiles(operands, fused, scaled, config, dependent_launch(weight.device))
-        return
     factors = scaled.scales
     assert factors is not None
     if scaled.group_rows > 1:
         factors = factors.repeat_interleave(scaled.group_rows, 0)[:n]
+    factors = factors.float()
+    key: dict[str, int | str] = {"m": triton.next_power_of_2(m), "n": n, "k": k}
+    config = tuning.get_config("linear_rounded", x.device, default_rounded_config, **key)
+    if config["kernel"] == "torch":
+        whole = GATED_ROUNDED.own(x.device, m, weight, out.dtype) if fused.gated and not fused.add else None
+        if whole is not None and out.is_contiguous():
+            scales = factors.view(-1), row_scales
+            whole.module.launch(q, weight, bias, out, fused.activation, fused.constant_weight, scales)
+            return
+        config = config if _torch_multiplies(weight, bias, out) else MANY
+    if config["kernel"] != "torch":
+        operands, scaled = operands._replace(x=q, norm_weight=None), scaled._replace(of_rows=row_scales)
+        launch_tiles(operands, fused, scaled, config, dependent_launch(weight.device))
+        return
 
     def product(y: torch.Tensor) -> None:
-        scales = row_scales[:, None], factors.float().t()
-        torch._scaled_mm(q, weight.t(), *scales, bias, out_dtype=y.dtype, use_fast_accum=True, out=y)
+        torch._scaled_mm(
+            q, weight.t(), row_scales[:, None], factors.t(), bias, out_dtype=y.dtype, use_fast_accum=True, out=y
+        )
 
     around(product)
