@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.engines import greedy, token_ids
-from support.narrow_formats import float8, integers, positive, write_pair
+from support.narrow_formats import float8, integers, is_product, mxfp4, nvfp4, positive, write_pair
 from support.tiny_models import random_tokens
 
 from tritonllm import LLM
@@ -53,6 +53,9 @@ def gptq(shape, generator):
 CASES = {
     "fp8 blocks": ("qwen3", blocks, {"quant_method": "fp8", "weight_block_size": [128, 128]}, torch.float8_e4m3fn),
     "fp8 experts": ("qwen3_moe", blocks, {"quant_method": "fp8", "weight_block_size": [128, 128]}, torch.float8_e4m3fn),
+    "mxfp4 experts": ("gpt_oss", mxfp4, {"quant_method": "mxfp4"}, torch.uint8),
+    "nvfp4": ("qwen3", nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4"}, torch.uint8),
+    "nvfp4 experts": ("qwen3_moe", nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4"}, torch.uint8),
     "gptq": ("qwen3", gptq, {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}, torch.uint8),
 }
 
@@ -61,7 +64,8 @@ CASES = {
 def test_an_engine_keeps_weights_narrow(tmp_path, case):
     """Captured or not, in any batch and any chunks, the tokens of the widened checkpoint; nothing compiles late."""
     family, form, quantization, dtype = CASES[case]
-    pair = write_pair(tmp_path, family, form, quantization, **SIZES)
+    where = is_product if family != "gpt_oss" else lambda name: name.endswith("_proj")  # the experts
+    pair = write_pair(tmp_path, family, form, quantization, where=where, **SIZES)
     settings = {"skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 512, "num_blocks": 512}
     settings |= {"max_num_seqs": 8, "gpu_memory_utilization": 0.3}
     wide = token_ids(LLM(str(pair.wide), **settings).generate(PROMPTS, greedy(24)))
@@ -69,7 +73,7 @@ def test_an_engine_keeps_weights_narrow(tmp_path, case):
     layers = llm.engine._runner._model.layers
     held = [m.held(name) for m in layers.modules() if isinstance(m, Linear | MoE) for name in m.held_names]
     kept = [of for of in held if of.data.dtype == dtype]
-    assert len(kept) >= len(held) - (len(layers) if family == "qwen3_moe" else 0)
+    assert len(kept) >= len(held) - len(layers) * {"qwen3_moe": 1, "gpt_oss": 3}.get(family, 0)
     assert token_ids(llm.generate(PROMPTS, greedy(24))) == wide
     assert [token_ids(llm.generate([prompt], greedy(24)))[0] for prompt in PROMPTS] == wide
     assert llm.engine.stats.compilations_after_ready == 0

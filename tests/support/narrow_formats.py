@@ -146,7 +146,8 @@ def widened(model: Decoder) -> Tensors:
                 of, stem = module.held(name), f"{path}.{name}"
                 wide = [widen_weight(one, model.dtype) for one in (of.each() if of.data.dim() == 3 else [of])]
                 found[stem] = torch.stack(wide) if of.data.dim() == 3 else wide[0]
-                found.pop(f"{stem}_scales", None), found.pop(f"{stem}_zeros", None)
+                for part in ("scales", "zeros", "row_scales"):
+                    found.pop(f"{stem}_{part}", None)
     return found
 
 
@@ -181,6 +182,36 @@ def float8(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     """Every float8_e4m3fn but NaN may come."""
     codes = integers(0, 255, shape, generator)
     return torch.where(codes % 128 == 127, 0, codes).to(torch.uint8).view(torch.float8_e4m3fn)
+
+
+def floats4(shape: tuple[int, ...], generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Floats of four bits: the bits, int64 from 0 to 15, and the values."""
+    codes = integers(0, 15, shape, generator)
+    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])[codes % 8]
+    return codes, torch.where(codes >= 8, -magnitudes, magnitudes)
+
+
+def mxfp4(shape: tuple[int, ...], generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+    """The experts ``[E, K, N]`` of gpt-oss."""
+    experts, k, n = shape
+    codes, signed = floats4((experts, n, k), generator)
+    exponents = integers(119, 123, (experts, n, k // 32), generator)
+    packed = (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8)
+    parts = {"_blocks": packed.unflatten(-1, (-1, 16)), "_scales": exponents.to(torch.uint8)}
+    return parts, (signed * torch.exp2(exponents - 127.0).repeat_interleave(32, -1)).mT.contiguous()
+
+
+def nvfp4(shape: tuple[int, ...], generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+    """A weight ``[N, K]`` of ModelOpt."""
+    (codes, signed), factor = floats4(shape, generator), positive((), generator) / 500
+    scales = (1 + 400 * torch.rand(shape[0], shape[1] // 16, generator=generator)).to(torch.float8_e4m3fn)
+    parts = {
+        ".weight": (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8),
+        ".weight_scale": scales,
+        ".weight_scale_2": factor,
+        ".input_scale": torch.tensor(2.0),
+    }
+    return parts, signed * (scales.float() * factor).repeat_interleave(16, 1)
 
 
 def of_blocks(scales: torch.Tensor, shape: tuple[int, ...], block: tuple[int, int]) -> torch.Tensor:

@@ -35,8 +35,8 @@ def product_weight(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.
 
 
 class HoldsWeights(nn.Module):
-    """A module with weights of products, whose parts are its parameters: ``name``, and of a narrow one ``name_scales``
-    and ``name_zeros``."""
+    """A module with weights of products, whose parts are its parameters: ``name``, and of a narrow one ``name_scales``,
+    ``name_zeros`` and ``name_row_scales``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,8 @@ class HoldsWeights(nn.Module):
             for place, one in ((wide, of),) if wide.dim() == 2 else zip(wide, of.each(), strict=True):
                 place.copy_(widen_weight(one, wide.dtype))
             return
-        for part, value in ((name, of.data), (f"{name}_scales", of.scales), (f"{name}_zeros", of.zeros)):
+        of_scales = (f"{name}_scales", of.scales), (f"{name}_zeros", of.zeros), (f"{name}_row_scales", of.row_scales)
+        for part, value in ((name, of.data), *of_scales):
             parameter = None if value is None else nn.Parameter(value, requires_grad=False)
             if part in self._parameters:
                 self._parameters[part] = parameter
@@ -67,5 +68,5 @@ class HoldsWeights(nn.Module):
     def held(self, name: str) -> Weight:
         """The weight as products take it."""
         format, groups, rounds_rows = self._formats[name]
-        scales, zeros = getattr(self, f"{name}_scales"), getattr(self, f"{name}_zeros")
-        return Weight(getattr(self, name), scales, format, groups, zeros, rounds_rows)
+        scales, zeros, row_scales = (getattr(self, f"{name}_{part}") for part in ("scales", "zeros", "row_scales"))
+        return Weight(getattr(self, name), scales, format, groups, zeros, row_scales, rounds_rows)

@@ -8,6 +8,7 @@ have parts of a row agree on its scale, so that several ranks have the weights o
 
 import torch
 
+from tritonllm.config.engine import MADE
 from tritonllm.kernels import quantize_weight
 from tritonllm.kernels.dense.narrow import unit_of
 from tritonllm.kernels.dense.weight import FP8, INT4, NARROW, Groups, Weight
@@ -38,7 +39,7 @@ def check_quantization(
     what = f"quantization={quantization!r}"
     if stored is not None:
         raise ValueError(f"{what}: the checkpoint's weights are narrow already ({stored}): leave it out")
-    if quantization not in NARROW:
+    if quantization not in MADE:
         raise ValueError(f"{what}: config.json has no quantization_config that says so: leave it out")
     if not isinstance(spec, ModelSpec):
         raise ValueError(f"{what}: {spec.architecture} runs through transformers, with 16-bit weights: leave it out")

@@ -47,7 +47,7 @@ class NarrowProduct(plain.Product):
 
     def work(self, x: Inputs) -> Work:
         whole = super().work(x)
-        narrow = x["weight"].numel() + 4 * x["scales"].numel()
+        narrow = x["weight"].nbytes + x["scales"].nbytes
         return Work(bytes=whole.bytes - 2 * self.n * self.k + narrow, flops=whole.flops)
 
 
@@ -58,7 +58,7 @@ def space(m: int, n: int, k: int, gated: str, format: str, group: int) -> list[t
     for config in plain.space(m, n, k, 1, gated):
         if config["kernel"] != "tiles":
             found.append(config)
-        elif not group or config["BLOCK_K"] <= group:
+        elif not group or format == "fp4" or config["BLOCK_K"] <= group:
             turned = (False, True) if config["BLOCK_N"] == 64 and m >= 32 else (False,)
             found += [config | {"TURNED": each} for each in turned]
     return found

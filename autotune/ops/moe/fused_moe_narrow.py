@@ -71,8 +71,12 @@ TUNABLE = Tunable(
     also=(moe_experts, grouping, narrow, widen),
     default=tiles.narrow_config,
     problems=tuple(
-        NarrowFusedMoe(tokens, 128, 8, 2048, 768, NarrowFormat(format, group))
-        for format, group in (("fp8", 128), ("int4", 128))
+        NarrowFusedMoe(tokens, *shape, NarrowFormat(format, group))
+        for shape, format, group in (
+            ((128, 8, 2048, 768), "fp8", 128),
+            ((128, 8, 2048, 768), "int4", 128),
+            ((128, 4, 2880, 2880), "fp4", 32),  # gpt-oss-120b
+        )
         for tokens in (1, 16, 256, 2048)
     ),
     space=space,

@@ -3,7 +3,8 @@ import torch
 from support.aot import assert_resources, assert_sass, compile_kernels, each_arch, every_of, has_float8
 
 from tritonllm.kernels import Groups, Weight, fused_moe, moe_from_logits
-from tritonllm.kernels.dense.weight import NARROW
+from tritonllm.kernels.dense.narrow import aligned
+from tritonllm.kernels.dense.weight import NARROW, PACKED
 from tritonllm.kernels.moe import tiles
 from tritonllm.kernels.runtime import tuning
 
@@ -114,14 +115,33 @@ def test_hopper_matrix_products(tokens):
 def test_narrow_experts_compile(arch, format):
     if format == "fp8" and not has_float8(arch):
         pytest.skip("no conversion of e4m3 there: such a weight is refused")
-    experts, top_k, n, i = QWEN3_30B
-    groups = Groups(1, 32) if format == "int4" else Groups(128, 128)
-    both = []
-    for rows, k in ((2 * i, n), (n, i)):
-        data = torch.empty(rows, k // 2 if format == "int4" else k, dtype=NARROW[format]).expand(experts, -1, -1)
-        both.append(Weight(data, torch.empty(groups.shape(rows, k)).expand(experts, -1, -1), format, groups))
     with compile_kernels(arch) as kernels:
-        for tokens in (1, 64, 640):
-            ids = torch.empty(tokens, top_k, dtype=torch.int32)
-            fused_moe(torch.empty(tokens, n, dtype=torch.bfloat16), *both, torch.empty(tokens, top_k), ids)
+        narrow(QWEN3_30B, format, Groups(1, 32) if format in PACKED else Groups(128, 128), (1, 64, 640))
     assert_resources(kernels)
+
+
+@each_arch()
+def test_gpt_oss_with_floats_of_four_bits_compiles(arch):
+    """Every tile, with the biases, and with scales of MXFP4 and of NVFP4."""
+    experts, _, n, i = GPT_OSS_20B
+    biases = {"gate_up_bias": torch.empty(experts, 2 * i).bfloat16(), "down_bias": torch.empty(experts, n).bfloat16()}
+    with compile_kernels(arch) as kernels:
+        for columns in (32, 16):
+            narrow(GPT_OSS_20B, "fp4", Groups(1, columns), (1, 128, 256, 1024), activation="swigluoai", **biases)
+    assert_resources(kernels)
+
+
+def narrow(shape, format, groups, counts, **options):
+    """Narrow experts with these counts of tokens."""
+    (experts, top_k, n, i), both = shape, []
+    for rows, k in ((2 * i, n), (n, i)):
+        data = torch.empty(rows, k // 2 if format in PACKED else k, dtype=NARROW[format]).expand(experts, -1, -1)
+        scales, row_scales = torch.empty(groups.shape(rows, k)), None
+        if format == "fp4":
+            row_scales = torch.empty(experts, rows) if groups.columns == 16 else None
+            scales = aligned(scales.to(torch.float8_e8m0fnu if row_scales is None else torch.float8_e4m3fn))
+        both.append(Weight(data, scales.expand(experts, -1, -1), format, groups, row_scales=row_scales))
+    for tokens in counts:
+        ids = torch.empty(tokens, top_k, dtype=torch.int32)
+        x = torch.empty(tokens, n, dtype=torch.bfloat16)
+        fused_moe(x, *both, torch.empty(tokens, top_k), ids, **options)

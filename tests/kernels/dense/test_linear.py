@@ -186,7 +186,7 @@ def test_bad_arguments(changes, names):
 def test_operator(device):
     """Registered well enough for torch.compile: schema, fake tensors and functionalisation."""
     x, weight, out = (torch.randn(*shape, device=device) for shape in ((2, 8), (6, 8), (2, 6)))
-    rest = (None, 1e-6, 0.0, None, False, True, 1.0, False, 0, None, 1, 0, None, False, None)
+    rest = (None, 1e-6, 0.0, None, False, True, 1.0, False, 0, None, 1, 0, None, None, False, None)
     torch.library.opcheck(torch.ops.tritonllm.linear.default, (x, weight, None, None, out, *rest))
 
 

@@ -19,12 +19,13 @@ from tritonllm.kernels import (
 )
 from tritonllm.kernels.dense.choice import TORCH
 from tritonllm.kernels.dense.linear import GATED, MAX_M, MAX_NARROW_M
-from tritonllm.kernels.dense.narrow import BY_ROW, unit_of, unpack_nibbles
+from tritonllm.kernels.dense.narrow import BY_ROW, e2m1_values, unit_of, unpack_nibbles
 from tritonllm.kernels.dense.portable.rows import MAX_ROWS
+from tritonllm.kernels.dense.weight import PACKED
 from tritonllm.kernels.elementwise import ACTIVATIONS
 from tritonllm.kernels.runtime import tuning
 
-FORMATS = ("fp8", "int8", "int4")
+FORMATS = ("fp8", "int8", "int4", "fp4")
 GROUPS = st.builds(Groups, rows=st.sampled_from([1, 3, 128]), columns=st.sampled_from([0, 16, 64, 128]))
 ROWS = {"kernel": "rows", "LATE": False, "BLOCK_N": 4, "BLOCK_K": 64, "num_warps": 4}
 TILES = {"kernel": "tiles", "BLOCK_N": 32, "BLOCK_K": 32, "SPLIT_K": 3, "num_warps": 4, "num_stages": 3}
@@ -42,24 +43,33 @@ def narrow(n, k, format, groups, device, *, std=1.0, padding=0, scale_dtype=torc
     """A weight whose groups differ in size, its rows apart in memory."""
     weight = torch.randn(n, k) * torch.logspace(-2, 1, max(n, 1))[:n, None] * std / max(k, 1) ** 0.5
     of = quantize_weight(weight.to(device), format, groups)
-    scales, zeros = of.scales.to(scale_dtype), None
+    scales, zeros, row_scales = of.scales, None, None
+    if format == "fp4" and scale_dtype != torch.float32:  # as NVFP4 has them
+        scales = (0.01 + 400 * torch.rand(scales.shape) / max(k, 1)).to(device, torch.float8_e4m3fn)
+        row_scales = torch.logspace(-2, 1, max(n, 1))[:n].to(device)
+    elif format != "fp4":
+        scales = scales.to(scale_dtype)
     if format == "int4" and k % 3:
         zeros = with_padding((torch.arange(scales.numel(), device=device) % 16).byte().view(scales.shape), padding)
     data = with_padding(of.data, padding)
-    return of._replace(data=data, scales=with_row_padding(scales, padding), zeros=zeros)
+    bytes_ = with_padding(scales.view(torch.uint8), padding) if scales.itemsize == 1 else None
+    scales = with_row_padding(scales, padding) if bytes_ is None else bytes_.view(scales.dtype)
+    return of._replace(data=data, scales=scales, zeros=zeros, row_scales=row_scales)
 
 
 def in_units(format, groups, k):
     """The least number of columns from ``k`` on that the format has."""
     assume(format != "int4" or groups.columns != 16)
-    unit = unit_of(groups) if format == "int4" else 1
+    unit = unit_of(groups) if format in PACKED else 1
     return -(-k // unit) * unit
 
 
 def numbers_of(of):
     """The numbers before scales, as float64 on the CPU."""
-    if of.format != "int4":
+    if of.format not in PACKED:
         return of.data.cpu().double()
+    if of.format == "fp4":
+        return e2m1_values(torch.device("cpu"))[unpack_nibbles(of.data.cpu(), of.groups).int()].double()
     zeros = 8 if of.zeros is None else spread(of._replace(scales=of.zeros), len(of.data), of.columns).double()
     return unpack_nibbles(of.data.cpu(), of.groups).double() - zeros
 
@@ -75,7 +85,11 @@ def spread(of, n, k):
     """The scale of each element."""
     rows = torch.arange(n) // of.groups.rows
     columns = torch.arange(k) // of.groups.columns if of.groups.columns else torch.zeros(k, dtype=torch.long)
-    return of.scales.cpu()[rows[:, None], columns]
+    scales = of.scales.cpu()
+    if scales.itemsize == 1 and of.format == "fp4":
+        scales = scales.float()
+    scales = scales[rows[:, None], columns]
+    return scales if of.row_scales is None else scales * of.row_scales.cpu()[:, None]
 
 
 @given(
@@ -88,14 +102,17 @@ def spread(of, n, k):
 )
 def test_each_number_is_the_nearest_of_its_group(device, format, groups, n, k, dtype, std):
     """Half a step away at most, and what float32 rounds: of integers the scale is a step; of float8 a step is a
-    sixteenth to an eighth of the number, or the smallest number."""
+    sixteenth to an eighth of the number, or the smallest number; of four bits a quarter to a half, or that."""
     k = in_units(format, groups, k)
     weight = (torch.randn(n, k, dtype=torch.float64) * std).clamp(-6e4, 6e4).to(device, dtype)
     of = quantize_weight(weight, format, groups)
     assert of.format == format and of.scales.shape == groups.shape(n, k) and (len(of.data), of.columns) == (n, k)
     scale, exact = spread(of, n, k).double(), weight.cpu().double()
     error = (numbers_of(of) * scale - exact).abs()
-    if format != "fp8":
+    if format == "fp4":
+        assert (error <= (exact.abs() / 4).maximum(scale / 4) * 1.0000001).all()
+        assert (of.scales.float().log2() % 1 == 0).all()
+    elif format != "fp8":
         assert (error <= scale * (0.5 + 2e-5)).all()
     else:
         assert (error <= (exact.abs() / 16).maximum(scale * 2.0**-10) * 1.0000001).all()
@@ -172,7 +189,9 @@ def test_products(
 
 
 @pytest.mark.parametrize("m", [1, 16, 32, MAX_M, MAX_NARROW_M, MAX_NARROW_M + 1])
-@pytest.mark.parametrize(("format", "groups"), [("fp8", BY_ROW), ("fp8", Groups(128, 128)), ("int4", Groups(1, 128))])
+@pytest.mark.parametrize(
+    ("format", "groups"), [("fp8", BY_ROW), ("fp8", Groups(128, 128)), ("int4", Groups(1, 128)), ("fp4", Groups(1, 32))]
+)
 def test_defaults_and_more_rows(device, format, groups, m):
     """What a table or a default gives, and the rows that take the weight widened."""
     of, x = narrow(48, 256, format, groups, device), torch.randn(m, 256, device=device)
@@ -187,10 +206,10 @@ def test_defaults_and_more_rows(device, format, groups, m):
 @pytest.mark.parametrize(("n", "k"), [(4096, 4096), (6144, 4096), (4096, 14336), (28672, 4096)])
 def test_defaults_of_large_weights(n, k, format, dtype):
     """Every number of rows that has a configuration of its own, launched twice with one workspace; by rows and in
-    groups of 128 columns."""
+    groups of 128 columns, and as MXFP4 and NVFP4 have them."""
     workspace = torch.zeros(linear_workspace_size(n), dtype=torch.int32, device="cuda")
-    for groups in (BY_ROW, Groups(1, 128)):
-        of = narrow(n, k, format, groups, "cuda")
+    for groups in (Groups(1, 32), Groups(1, 16)) if format == "fp4" else (BY_ROW, Groups(1, 128)):
+        of = narrow(n, k, format, groups, "cuda", scale_dtype=dtype if groups.columns == 16 else torch.float32)
         wide = widen_weight_ref(of, torch.float32)
         for m in (1, 2, 16, 17, 32, 33, 64, 65, 128, 129):
             x = torch.randn(m, k, device="cuda").to(dtype)
@@ -240,7 +259,7 @@ def test_refused_before_anything_is_rounded():
     for number in (float("nan"), float("inf")):
         with pytest.raises(ValueError, match="weight must be finite"):
             quantize_weight(torch.full((2, 16), number), "fp8")
-    with pytest.raises(ValueError, match="format must be one of fp8, int8, int4, got 'int3'"):
+    with pytest.raises(ValueError, match="format must be one of fp8, int8, int4, fp4, got 'int3'"):
         quantize_weight(torch.ones(2, 16), "int3")
     with pytest.raises(ValueError, match=r"groups\.columns must be"):
         quantize_weight(torch.ones(2, 16), "fp8", Groups(1, 8192))

@@ -17,27 +17,39 @@ from tritonllm.kernels import (
     quantize_weight,
     widen_weight_ref,
 )
-from tritonllm.kernels.dense.narrow import unit_of
+from tritonllm.kernels.dense.narrow import aligned, unit_of
+from tritonllm.kernels.dense.weight import PACKED
 from tritonllm.kernels.runtime import tuning
 
-FORMATS = ("fp8", "int8", "int4")
+FORMATS = ("fp8", "int8", "int4", "fp4")
 TILE = {"kernel": "portable", "BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 32, "GROUP_M": 2, "num_warps": 1}
 
 
 def stack(experts, rows, k, format, groups, device, zeros=False):
-    """(experts' weights in a narrow format, and the same in float32)."""
+    """(experts' weights in a narrow format, and the same in float32). With ``zeros``, of integers with zero points; of
+    floats of four bits, with scales as NVFP4 has them."""
     each = [quantize_weight((torch.randn(rows, k) / k**0.5).to(device), format, groups) for _ in range(experts)]
-    if zeros:
+    if zeros and format == "fp4":
+        each = [
+            of._replace(
+                scales=(1 + 447 * torch.rand(of.scales.shape, device=device)).to(torch.float8_e4m3fn),
+                row_scales=(0.5 + torch.rand(rows, device=device)) / (448 * k**0.5),
+            )
+            for of in each
+        ]
+    elif zeros:
         each = [
             of._replace(zeros=(torch.arange(of.scales.numel(), device=device) % 16).byte().view_as(of.scales))
             for of in each
         ]
     parts = [
-        None if of[0] is None else torch.stack(of)
-        for of in zip(*((o.data, o.scales, o.zeros) for o in each), strict=True)
+        None if of[0] is None else torch.stack([part.view(torch.uint8) for part in of]).view(of[0].dtype)
+        for of in zip(*((o.data, o.scales, o.zeros, o.row_scales) for o in each), strict=True)
     ]
+    if format == "fp4" and rows % 3:  # rows of scales that begin at words, and at any byte
+        parts[1] = aligned(parts[1])
     wide = torch.stack([widen_weight_ref(of, torch.float32) for of in each])
-    return Weight(parts[0], parts[1], format, groups, parts[2]), wide
+    return Weight(*parts[:2], format, groups, *parts[2:]), wide
 
 
 @given(
@@ -50,21 +62,44 @@ def stack(experts, rows, k, format, groups, device, zeros=False):
     small=st.booleans(),
     zeros=st.booleans(),
     batch_invariant=st.booleans(),
+    activation=st.sampled_from(["silu", "swigluoai"]),
+    bias=st.booleans(),
 )
 def test_products_are_those_of_the_widened_weights(
-    device, format, groups, tokens, n, i, dtype, small, zeros, batch_invariant
+    device, format, groups, tokens, n, i, dtype, small, zeros, batch_invariant, activation, bias
 ):
     assume(format != "int4" or groups.columns != 16)
-    unit = unit_of(groups) if format == "int4" else 1
-    n, i, zeros = -(-n // unit) * unit, -(-i // unit) * unit, zeros and format == "int4"
+    unit = unit_of(groups) if format in PACKED else 1
+    n, i, zeros = -(-n // unit) * unit, -(-i // unit) * unit, zeros and format in PACKED
     up, wide_up = stack(3, 2 * i, n, format, groups, device, zeros)
     down, wide_down = stack(3, n, i, format, groups, device, zeros)
     x = torch.randn(tokens, n).to(device, dtype)
+    options = {"activation": activation}
+    if bias:
+        options |= {"gate_up_bias": torch.randn(3, 2 * i, device=device), "down_bias": torch.randn(3, n, device=device)}
     ids = torch.randint(-1, 4, (tokens, 2), dtype=torch.int32).to(device)
     weights = torch.rand(tokens, 2, device=device)
     with tuning.override("fused_moe_narrow", TILE) if small else nullcontext():
-        found = fused_moe(x, up, down, weights, ids, batch_invariant=batch_invariant)
-    assert_close(found, fused_moe_ref(x.float(), wide_up, wide_down, weights, ids), dtype)
+        found = fused_moe(x, up, down, weights, ids, batch_invariant=batch_invariant, **options)
+    assert_close(found, fused_moe_ref(x.float(), wide_up, wide_down, weights, ids, **options), dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("columns", [32, 16])
+def test_gpt_oss(columns, dtype):
+    """In true sizes, of which 128 columns are no part, with every tile; MXFP4, and NVFP4."""
+    groups, n, experts = Groups(1, columns), 2880, 8
+    up, wide_up = stack(experts, 2 * n, n, "fp4", groups, "cuda", columns == 16)
+    down, wide_down = stack(experts, n, n, "fp4", groups, "cuda", columns == 16)
+    biases = {"gate_up_bias": torch.randn(experts, 2 * n, device="cuda"), "down_bias": torch.randn(experts, n).cuda()}
+    for tokens in (1, 2, 16, 33, 128, 500):
+        x = torch.randn(tokens, n, device="cuda").to(dtype)
+        ids = torch.stack([torch.randperm(experts)[:4] for _ in range(tokens)]).int().cuda()
+        weights = torch.rand(tokens, 4, device="cuda")
+        options = {"activation": "swigluoai", **biases}
+        expected = fused_moe_ref(x.float(), wide_up, wide_down, weights, ids, **options)
+        assert_close(fused_moe(x, up, down, weights, ids, **options), expected, dtype)
 
 
 def test_from_logits(device):

@@ -4,7 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tritonllm.models.formats.bits import e2m1_values, nibbles, unpack
+from tritonllm.kernels.dense.narrow import e2m1_values
+from tritonllm.models.formats.bits import nibbles, unpack
 
 
 @given(bits=st.integers(1, 8), dim=st.sampled_from([0, 1, -1]), data=st.data())

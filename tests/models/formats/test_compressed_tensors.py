@@ -6,12 +6,11 @@ import shutil
 import pytest
 import torch
 from support.checkpoints import refused, refused_after
-from support.narrow_formats import check_pair, float8, integers, of_blocks, positive, write_pair
+from support.narrow_formats import check_pair, float8, floats4, integers, of_blocks, positive, write_pair
 
 from tritonllm.models.formats.registry import format_of
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
-E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def configuration(form, *, ignore=("lm_head",), targets=("Linear",), **weights):
@@ -73,11 +72,10 @@ def packed(shape, generator, *, bits, group=0, symmetric=True, order=None):
     return parts, (numbers - zeros[:, column]).float() * scales.float()[:, column]
 
 
-def floats4(shape, generator, *, kind):
+def four_bit_floats(shape, generator, *, kind):
     """NVFP4 or MXFP4."""
     n, k = shape
-    codes = integers(0, 15, shape, generator)
-    signed = torch.where(codes >= 8, -E2M1[codes % 8], E2M1[codes % 8])
+    codes, signed = floats4(shape, generator)
     parts = {".weight_packed": (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)}
     if kind == "mxfp4":
         exponents = integers(120, 124, (n, k // 32), generator)
@@ -86,7 +84,7 @@ def floats4(shape, generator, *, kind):
     scales, divisor = (1 + 400 * torch.rand(n, k // 16, generator=generator)).to(torch.float8_e4m3fn), 7000.0
     parts |= {".weight_scale": scales, ".weight_global_scale": torch.tensor([divisor])}
     parts |= {".input_global_scale": torch.tensor([3.0])}
-    return parts, signed * (scales.float() / divisor).repeat_interleave(16, 1)
+    return parts, signed * (scales.float() * torch.tensor(divisor).reciprocal()).repeat_interleave(16, 1)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +137,7 @@ def test_packed(tmp_path, bits, group, symmetric, order):
 @pytest.mark.parametrize("kind", ["nvfp4", "mxfp4"])
 def test_four_bit_floats(tmp_path, kind):
     def form(shape, generator):
-        return floats4(shape, generator, kind=kind)
+        return four_bit_floats(shape, generator, kind=kind)
 
     config = configuration(f"{kind}-pack-quantized", num_bits=4, type="float", group_size=16)
     check_pair(write_pair(tmp_path, "llama", form, config, num_hidden_layers=2, intermediate_size=96))

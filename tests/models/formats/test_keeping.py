@@ -4,9 +4,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.narrow_formats import check_pair, float8, integers, kept, positive, write_pair
+from support.mechanism_configs import MECHANISMS
+from support.narrow_formats import check_pair, float8, integers, kept, mxfp4, nvfp4, positive, write_pair
 
-from tritonllm.kernels import Groups, widen_weight
+from tritonllm.dist.group import Group
+from tritonllm.kernels import Groups, Weight, widen_weight
+from tritonllm.kernels.dense.narrow import e2m1_values
+from tritonllm.kernels.dense.weight import PACKED
 from tritonllm.kernels.runtime.chip import Chip
 from tritonllm.layers.moe import MoE
 from tritonllm.layers.parameters import deferred
@@ -29,7 +33,7 @@ def filled(draw):
     generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
     experts, k = draw(st.sampled_from([0, 1, 3])), draw(st.sampled_from([32, 64, 128, 160]))
     columns = draw(st.sampled_from([0, 16, 32, 64, 24]))
-    kind = draw(st.sampled_from(["fp8", "int8", "signed nibbles", "nibbles", "bytes"]))
+    kind = draw(st.sampled_from(["fp8", "int8", "signed nibbles", "nibbles", "bytes", "mxfp4", "nvfp4"]))
     sizes, arrivals = draw(st.lists(st.sampled_from([2, 4, 6]), min_size=1, max_size=3)), []
     for expert in range(experts) if experts else [None]:
         start = 0
@@ -43,15 +47,26 @@ def filled(draw):
             numbers = numbers.to(torch.int8 if low < 0 else torch.uint8)
             if kind == "fp8":
                 numbers = float8((size, k), generator)
-            zeros = None
+            zeros = values = factor = None
+            if kind.endswith("fp4"):
+                numbers, values = numbers % 16, e2m1_values(torch.device("cpu"))
+                factor = None if kind == "mxfp4" else positive((), generator)
+                scales = torch.exp2(integers(-9, 9, scales.shape, generator)) if factor is None else scales * 7000
+                scales = scales.to(torch.float8_e4m3fn if factor is not None else torch.float32).float()
             if kind in ("nibbles", "bytes"):
                 top = 16 if kind == "nibbles" else 255
                 zeros = integers(0, top, tuple(scales.shape), generator).int()
             order = draw(st.sampled_from([None, (1, 0)]))
             slot = Slot(parameter="w", shape=(size, k), start=start, expert=expert, order=order)
-            arrivals.append(Arrival(slot, NarrowPiece(numbers, scales, Groups(group_rows, columns), zeros)))
+            piece = NarrowPiece(numbers, scales, Groups(group_rows, columns), zeros, values=values, factor=factor)
+            arrivals.append(Arrival(slot, piece))
             start += size
     return ((experts, start, k) if experts else (start, k)), draw(st.permutations(arrivals))
+
+
+def k_in_part(k, piece):
+    """Whether floats of four bits have a unit of columns that is not whole."""
+    return piece.values is not None and k % (piece.groups.columns or 128) != 0
 
 
 @given(filled())
@@ -62,12 +77,14 @@ def test_what_is_kept_has_the_values_of_what_is_widened(filled):
         arrival.write(wide)
     columns = arrivals[0].piece.groups.columns
     if weight is None:
-        some = arrivals[0].piece.numbers.dtype == torch.uint8
-        assert columns == 24 or some  # unsigned bytes with zero points may need nine bits
+        piece = arrivals[0].piece
+        some = piece.numbers.dtype == torch.uint8 and piece.values is None  # with zero points, perhaps of nine bits
+        assert columns == 24 or some or k_in_part(shape[-1], piece)
         return
     found = torch.stack([widen_weight(one, torch.float32) for one in (weight.each() if len(shape) == 3 else [weight])])
     assert torch.equal(found.view(shape), wide)
-    assert weight.format != "int4" or shape[-1] % (columns or 128) == 0
+    assert weight.format not in PACKED or shape[-1] % (columns or 128) == 0
+    assert (weight.format == "fp4") == (arrivals[0].piece.values is not None)
 
 
 def test_what_is_not_kept():
@@ -76,8 +93,13 @@ def test_what_is_not_kept():
     assert assemble((4, 64), [Arrival(slot, piece)]) is not None
     nan = NarrowPiece(torch.full((4, 64), 127, dtype=torch.uint8).view(torch.float8_e4m3fn), torch.ones(4, 1), Groups())
     half = Slot(parameter="w", shape=(4, 32), axis=1)
+    bits, of_floats = (piece.numbers % 16).byte(), {"values": e2m1_values(torch.device("cpu"))}
+    assert assemble((4, 64), [Arrival(slot, NarrowPiece(bits, piece.scales, piece.groups, **of_floats))]) is not None
     for arrival in (
         Arrival(slot, NarrowPiece(piece.numbers, piece.scales, piece.groups, values=torch.ones(16))),
+        Arrival(slot, NarrowPiece(bits, piece.scales * 2.0**121, piece.groups, **of_floats)),
+        Arrival(slot, NarrowPiece(bits, piece.scales * -1.0, piece.groups, **of_floats)),
+        Arrival(slot, NarrowPiece(bits, piece.scales * 1.01, piece.groups, **of_floats)),
         Arrival(slot, NarrowPiece(piece.numbers, piece.scales, Groups(), column_groups=torch.zeros(64).long())),
         Arrival(slot, piece, turned=True),
         Arrival(half, NarrowPiece(piece.numbers[:, :32], piece.scales[:, :1], piece.groups)),
@@ -126,7 +148,7 @@ def nibbles(shape, generator):
     return parts, numbers.float() * scales.float().repeat_interleave(32, 1)
 
 
-PACKED = {
+WORDS = {
     "quant_method": "compressed-tensors",
     "format": "pack-quantized",
     "config_groups": {
@@ -141,7 +163,8 @@ FP8 = {"quant_method": "fp8"}
 CASES = {
     "rows": ("qwen3", rows, FP8, "fp8", Groups()),
     "blocks": ("qwen3_moe", blocks, {**FP8, "weight_block_size": [128, 128]}, "fp8", Groups(1, 128)),
-    "nibbles": ("qwen3_moe", nibbles, PACKED, "int4", Groups(1, 32)),
+    "nibbles": ("qwen3_moe", nibbles, WORDS, "int4", Groups(1, 32)),
+    "nvfp4": ("qwen3_moe", nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "fp4", Groups(1, 16)),
 }
 
 
@@ -159,6 +182,39 @@ def test_layers_keep_published_formats(tmp_path, case):
         assert all((of.format, of.groups) == (format, groups) for of in held)
         assert not isinstance(layer.mlp, MoE) or layer.mlp.router.operand.format == "plain"
     check_pair(pair, ranks=False)
+
+
+def test_experts_of_gpt_oss_are_kept(tmp_path):
+    """Gates and ups, which alternate, without being widened; half of each expert, too, and whole ones. Where a rank's
+    part cuts through groups, both products are widened."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_local_experts": 2, "num_hidden_layers": 1}
+    pair = write_pair(
+        tmp_path, "gpt_oss", mxfp4, {"quant_method": "mxfp4"}, where=lambda name: name.endswith("_proj"), **sizes
+    )
+    check_pair(pair)
+    for how in ({}, {"group": Group(1, 2)}):
+        model = kept(pair.narrow, **how)
+        ((up, down),) = [[layer.mlp.held(name) for name in ("gate_up", "down")] for layer in model.layers]
+        assert (up.format, down.format, model.quantization) == ("fp4", "fp4", "fp4")
+        assert up.groups == down.groups == Groups(1, 32) and up.scales.dtype == torch.float8_e8m0fnu
+        assert model.layers[0].attention.o.operand.format == "plain"
+    cut = kept(pair.narrow, group=Group(1, 4)).layers[0].mlp
+    assert [cut.held(name).format for name in ("gate_up", "down")] == ["plain", "plain"]
+
+
+def test_gpt_oss_120b_fits_a_gpu_of_80_gb():
+    """By the shapes that its experts have where they are kept; what is 234 GB in 16 bits."""
+    config = next(of for name, of in MECHANISMS.items() if name.startswith("gpt-oss"))
+    config = config | {"num_hidden_layers": 36, "num_local_experts": 128}
+    model = Decoder(spec_from_config(config), dtype=torch.bfloat16, device=torch.device("meta"), max_model_len=16)
+    assert sum(p.nbytes for p in model.parameters()) > 233e9
+    for layer in model.layers:
+        for name in ("gate_up", "down"):
+            *experts, n, k = getattr(layer.mlp, name).shape
+            data = torch.empty(*experts, n, k // 2, dtype=torch.uint8, device="meta")
+            scales = torch.empty(*experts, n, k // 32, dtype=torch.float8_e8m0fnu, device="meta")
+            layer.mlp.hold(name, Weight(data, scales, "fp4", Groups(1, 32)))
+    assert sum(p.nbytes for p in model.parameters()) < 66e9
 
 
 def test_a_stack_of_which_a_part_is_wide_is_widened(tmp_path):

@@ -5,25 +5,9 @@ import json
 import pytest
 import torch
 from support.checkpoints import edit, refused
-from support.narrow_formats import check_pair, float8, integers, positive, write_pair
+from support.narrow_formats import check_pair, float8, nvfp4, positive, write_pair
 
 from tritonllm.models.formats.registry import format_of
-
-E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-
-
-def nvfp4(shape, generator):
-    codes = integers(0, 15, shape, generator)
-    signed = torch.where(codes >= 8, -E2M1[codes % 8], E2M1[codes % 8])
-    scales = (1 + 400 * torch.rand(shape[0], shape[1] // 16, generator=generator)).to(torch.float8_e4m3fn)
-    factor = positive((), generator) / 500
-    parts = {
-        ".weight": (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8),
-        ".weight_scale": scales,
-        ".weight_scale_2": factor,
-        ".input_scale": torch.tensor(2.0),
-    }
-    return parts, signed * (scales.float() * factor).repeat_interleave(16, 1)
 
 
 def fp8(shape, generator):

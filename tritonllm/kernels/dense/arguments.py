@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import torch
 
+from tritonllm.kernels.dense.weight import BYTE_SCALES
+
 HEAVY = 2**62  # `together` of a layer that has other kernels than products of few rows between its products
 
 
@@ -40,6 +42,7 @@ class Scaled(NamedTuple):
     group_rows: int = 1
     group_columns: int = 0
     zeros: torch.Tensor | None = None
+    row_scales: torch.Tensor | None = None
     rounds_rows: bool = False
     of_rows: torch.Tensor | None = None
 
@@ -56,6 +59,14 @@ def columns_of_unit(group_columns: int) -> int:
 def half_unit(weight: torch.Tensor, scaled: Scaled) -> int:
     """How many neighbouring columns are low nibbles of a weight of four bits; 0 for another."""
     return columns_of_unit(scaled.group_columns) // 2 if weight.dtype == torch.uint8 else 0
+
+
+def scales_for_kernel(scaled: Scaled) -> tuple[torch.Tensor | None, str | None]:
+    """What a kernel reads as scales, and what it takes bytes for: ``"e8m0"`` or ``"e4m3"``, ``None`` for other scales.
+    Triton has no type for the first, and not on all chips one for the second."""
+    scales = scaled.scales
+    kind = None if scales is None else BYTE_SCALES.get(scales.dtype)
+    return (scales, None) if scales is None or kind is None else (scales.view(torch.uint8), kind)
 
 
 class NextNorm(NamedTuple):

@@ -11,6 +11,7 @@ import triton
 
 from tritonllm.kernels.dense.invariant import SMALL
 from tritonllm.kernels.dense.portable.rows import MAX_ROWS
+from tritonllm.kernels.dense.weight import INT4, PACKED
 from tritonllm.kernels.runtime import tuning
 
 TORCH = {"kernel": "torch"}
@@ -103,9 +104,10 @@ def default_narrow_config(m: int, n: int, k: int, gated: str, format: str, group
     Of some 30 configurations for four weights of Llama-3.1-8B, on an H200. One row: 4 rows of a weight of up to 4096
     columns, one of a longer; of four bits and gated, tiles. Up to 32 rows the tensor cores take the rows as their left
     operand, beyond them the weights, from registers. What a group scales is a product of its own, so tiles have its
-    columns at most (docs/notebook/narrow-products.md).
+    columns at most (docs/notebook/narrow-products.md); floats of four bits get their scales where they are widened, and
+    have the tiles of integers in groups of 128.
     """
-    small, bits4 = n * k <= SMALL, format == "int4"
+    small, bits4 = n * k <= SMALL, format in PACKED
     if m == 1 and not (bits4 and gated == "yes" and not small):
         return _rows_of_one(n, k, gated, group)
     if small and not group:
@@ -118,7 +120,7 @@ def default_narrow_config(m: int, n: int, k: int, gated: str, format: str, group
     if m <= 32:
         split = min(max(2, 512 // tiles), max(1, k // MIN_PART), 8)
         return _of(WeightTile(64, 128, 4), split, turned=bits4 and m > 16)
-    if bits4 and m <= 64 and tiles >= 2 * PROCESSORS:
+    if format == INT4 and m <= 64 and tiles >= 2 * PROCESSORS:
         return _of(WeightTile(128, 128, 3), 1, turned=True)
     split = _parts(n, k, 64, 3 * PROCESSORS) if m <= 64 else _parts(n, k, 64, PROCESSORS, 2)
     if m > 64 and not group and tiles * split <= PROCESSORS:

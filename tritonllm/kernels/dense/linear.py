@@ -273,7 +273,7 @@ def linear(
     Args:
         x: ``[..., K]`` float16, bfloat16 or float32; contiguous in the last dimension.
         weight: ``[N, K]`` with the dtype of ``x``; contiguous in the last dimension. A tensor or a :class:`Weight`,
-            which may be ``"fp8"``, ``"int8"`` or ``"int4"``, too.
+            which may be ``"fp8"``, ``"int8"``, ``"int4"`` or ``"fp4"``, too.
         bias: ``[N]`` with the dtype of ``x``.
         norm_weight: ``[K]`` float16, bfloat16 or float32; ``x`` is normalised first, as by :func:`rms_norm`.
         norm_eps: added to the mean square.

@@ -3,22 +3,38 @@
 A product of few rows takes as long as its weights take to be read, so half the bytes are half the time. The numbers are
 widened where they are multiplied; activations stay as they are (weight-only quantization). float8: Micikevicius et al.,
 "FP8 Formats for Deep Learning" (2022); scales by row: Dettmers et al., "LLM.int8()" (2022); by blocks of 128 x 128:
-DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024); four bits in groups of a row: Frantar et al., "GPTQ" (2022).
+DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024); four bits in groups of a row: Frantar et al., "GPTQ" (2022); floats
+of four bits: OCP Microscaling Formats (MX) Specification v1.0 (2023), section 5.3.3.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from tritonllm.kernels.dense.arguments import NOT_SCALED, Scaled, columns_of_unit, half_unit
-from tritonllm.kernels.dense.weight import FORMAT_OF, FP8, INT4, INT8, NARROW, PLAIN, Groups, Weight, load_tile, tile_at
-from tritonllm.kernels.dense.widen import widen_bytes, widen_nibbles, widens_in_place
-from tritonllm.kernels.runtime.checks import check_tensor, require
+from tritonllm.kernels.dense.arguments import NOT_SCALED, Scaled, columns_of_unit, half_unit, scales_for_kernel
+from tritonllm.kernels.dense.weight import (
+    BYTE_SCALES,
+    FP4,
+    FP8,
+    INT4,
+    INT8,
+    NARROW,
+    PACKED,
+    PLAIN,
+    Groups,
+    Weight,
+    format_of,
+    load_tile,
+    tile_at,
+)
+from tritonllm.kernels.dense.widen import read_scales, widen_bytes, widen_floats4, widen_nibbles, widens_in_place
+from tritonllm.kernels.runtime.checks import FLOATS, check_tensor, require
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
 from tritonllm.kernels.runtime.float8 import require_float8
 from tritonllm.kernels.runtime.registry import register_op, with_reference
 
-LARGEST = {FP8: 448.0, INT8: 127.0, INT4: 7.0}
+LARGEST = {FP8: 448.0, INT8: 127.0, INT4: 7.0, FP4: 6.0}
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of E2M1, by its lower three bits
 ZERO = 8  # of four bits without zero points
 SMALLEST = 2.0**-100  # a group whose largest magnitude is below counts as if it were this: its scale is not 0
 BY_ROW = Groups()
@@ -44,13 +60,14 @@ def quantize_weight(
 ) -> Weight:
     """A weight in a narrow format, each number rounded to the nearest; in plain torch, on the weight's device.
 
-    Scales of ``"fp8"`` are powers of two: float8 is as exact with these as with any, up to the smallest numbers of a
-    group, and widened numbers are exact in bfloat16, so that all products of a weight have the same factors.
+    Scales of ``"fp8"`` and ``"fp4"`` are powers of two: floats are as exact with these as with any, up to the smallest
+    numbers of a group, and widened numbers are exact in bfloat16, so that all products of a weight have the same
+    factors. ``"fp4"`` in groups of 32 columns is MXFP4.
 
     Args:
         weight: ``[N, K]`` float16, bfloat16 or float32.
-        format: ``"fp8"`` (float8_e4m3fn, up to 448), ``"int8"`` (-127 to 127) or ``"int4"`` (-7 to 7), of which K is
-            in whole :func:`units <unit_of>`.
+        format: ``"fp8"`` (float8_e4m3fn, up to 448), ``"int8"`` (-127 to 127), ``"int4"`` (-7 to 7) or ``"fp4"`` (E2M1,
+            up to 6); of the last two K is in whole :func:`units <unit_of>`.
         groups: what shares a scale; by default each row has one.
         largest: ``groups.shape(N, K)`` float32, the largest magnitude of each group, where the weight is a part of one;
             by default its own.
@@ -64,19 +81,46 @@ def quantize_weight(
     n, k = weight.shape
     check_columns("weight", format, groups, k)
     if not weight.numel():
-        data = weight.new_empty(n, k // 2 if format == INT4 else k, dtype=NARROW[format])
-        return Weight(data, weight.new_ones(groups.shape(n, k)).float(), format, groups)
+        data = weight.new_empty(n, k // 2 if format in PACKED else k, dtype=NARROW[format])
+        return Weight(data, _stored(weight.new_ones(groups.shape(n, k)).float(), format), format, groups)
     largest = _largest(weight, groups) if largest is None else largest
     check_tensor("largest", largest, groups.shape(n, k), dtype=torch.float32, like=weight)
     require(bool(torch.isfinite(largest).all()), "weight must be finite: a narrow format has no place for NaN and inf")
     scales = largest.clamp(min=SMALLEST) / LARGEST[format]
-    if format == FP8:
+    if format in (FP8, FP4):
         mantissa, exponent = torch.frexp(scales)
         scales = torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).int())
     numbers = (weight.float() / _spread(scales, groups, n, k)).clamp(-LARGEST[format], LARGEST[format])
     if format == INT4:
         return Weight(pack_nibbles((numbers.round() + ZERO).to(torch.uint8), groups), scales, format, groups)
+    if format == FP4:
+        return Weight(pack_nibbles(_codes(numbers), groups), _stored(scales, format), format, groups)
     return Weight((numbers.round() if format == INT8 else numbers).to(NARROW[format]), scales, format, groups)
+
+
+def _stored(scales: torch.Tensor, format: str) -> torch.Tensor:
+    """Scales that are powers of two, float32, as the format has them."""
+    return aligned(scales.to(torch.float8_e8m0fnu)) if format == FP4 else scales
+
+
+def aligned(scales: torch.Tensor) -> torch.Tensor:
+    """Scales of a byte ``[..., groups]``, copied so that rows begin at multiples of 8 bytes: kernels then read those of
+    a tile at once."""
+    *rows, count = scales.shape
+    bytes_ = torch.zeros(*rows, -(-count // 8) * 8, dtype=torch.uint8, device=scales.device)[..., :count]
+    return bytes_.copy_(scales.view(torch.uint8)).view(scales.dtype)
+
+
+def _codes(numbers: torch.Tensor) -> torch.Tensor:
+    """The nearest E2M1 of each number, as uint8 from 0 to 15."""
+    magnitudes = torch.tensor(MAGNITUDES, device=numbers.device)
+    code = torch.bucketize(numbers.abs(), (magnitudes[1:] + magnitudes[:-1]) / 2)
+    return torch.where(numbers.signbit(), code + 8, code).to(torch.uint8)
+
+
+def e2m1_values(device: torch.device) -> torch.Tensor:
+    """``[16]`` float32: what the bits of a 4-bit float stand for."""
+    return torch.tensor([*MAGNITUDES, *(-m for m in MAGNITUDES)], dtype=torch.float32, device=device)
 
 
 def unit_of(groups: Groups) -> int:
@@ -85,7 +129,7 @@ def unit_of(groups: Groups) -> int:
 
 
 def pack_nibbles(numbers: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """The data of a weight in the format ``"int4"``.
+    """The data of a weight in the format ``"int4"`` or ``"fp4"``.
 
     Args:
         numbers: ``[..., K]`` uint8 from 0 to 15, K in whole :func:`units <unit_of>`.
@@ -105,15 +149,15 @@ def unpack_nibbles(data: torch.Tensor, groups: Groups) -> torch.Tensor:
 
 
 def check_columns(name: str, format: str, groups: Groups, k: int) -> None:
-    """Check that a weight of so many columns has whole units of 32 columns or more, if it is of four bits.
+    """Check that a weight of four bits has whole units of columns, and of ``"int4"`` units of 32 or more.
 
     Raises:
         ValueError: it has not.
     """
     few = format == INT4 and groups.columns == 16
     require(not few, "groups.columns must be 0 (all) or 32 or more for the format 'int4'")
-    fits = format != INT4 or k % unit_of(groups) == 0
-    require(fits, f"{name} must have a multiple of {unit_of(groups)} columns in the format 'int4', got {k}")
+    fits = format not in PACKED or k % unit_of(groups) == 0
+    require(fits, f"{name} must have a multiple of {unit_of(groups)} columns in the format {format!r}, got {k}")
 
 
 def check_groups(groups: Groups) -> None:
@@ -140,18 +184,22 @@ def check_narrow(name: str, weight: Weight, k: int, x: torch.Tensor, *, stacked:
     )
     check_groups(weight.groups)
     check_columns(name, weight.format, weight.groups, k)
-    columns = k // 2 if weight.format == INT4 else k
+    columns = k // 2 if weight.format in PACKED else k
     wanted = ("E", "N", columns) if stacked else ("N", columns)
     check_tensor(f"{name}.data", weight.data, wanted, dtype=NARROW[weight.format], like=x)
     require(weight.scales is not None, f"{name}.scales must be there for the format {weight.format!r}")
     assert weight.scales is not None
     shape = (*weight.data.shape[:-2], *weight.groups.shape(weight.data.shape[-2], k))
-    check_tensor(f"{name}.scales", weight.scales, shape, like=x)
+    of_scales = tuple(BYTE_SCALES) if weight.format == FP4 else FLOATS
+    check_tensor(f"{name}.scales", weight.scales, shape, dtype=of_scales, like=x)
     if weight.zeros is not None:
         require(weight.format == INT4, f"{name}.zeros must be None for the format {weight.format!r}")
         check_tensor(f"{name}.zeros", weight.zeros, shape, dtype=torch.uint8, like=x)
         same = weight.zeros.stride()[:-1] == weight.scales.stride()[:-1]
         require(same, f"{name}.zeros must have the strides of {name}.scales")
+    if weight.row_scales is not None:
+        require(weight.format == FP4, f"{name}.row_scales must be None for the format {weight.format!r}")
+        check_tensor(f"{name}.row_scales", weight.row_scales, weight.data.shape[:-1], dtype=torch.float32, like=x)
     if weight.format == FP8:
         require_float8(name, x.device, "use int8")
     if weight.rounds_rows:
@@ -161,7 +209,8 @@ def check_narrow(name: str, weight: Weight, k: int, x: torch.Tensor, *, stacked:
 
 def narrow_key(weight: torch.Tensor, scaled: Scaled) -> dict[str, int | str]:
     """What of a narrow weight decides the kernel, beside its shape."""
-    return {"format": FORMAT_OF[weight.dtype], "group": scaled.group_columns}
+    assert scaled.scales is not None
+    return {"format": format_of(weight, scaled.scales), "group": scaled.group_columns}
 
 
 @triton.jit
@@ -169,6 +218,7 @@ def _widen_kernel(
     data_ptr,  # [N, K]; [N, K / 2] if HALF
     scales_ptr,  # [N / GROUP_N, K / GROUP_K]
     zeros_ptr,  # likewise, or None
+    row_scales_ptr,  # [N], or None
     out_ptr,  # [N, K]
     N,
     K,
@@ -181,6 +231,7 @@ def _widen_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     HALF: tl.constexpr,
+    SCALES: tl.constexpr,  # what bytes of scales are: of floats of four bits; None: numbers
     IN_PLACE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -193,13 +244,18 @@ def _widen_kernel(
     m_k = None if EVEN_K else b_k < K
     b_bytes = load_tile(tile_at(data_ptr, b_row, b_byte, stride_data), 0, m_k, "evict_first")
     b_group = tl.minimum(b_k, K - 1) // GROUP_K if GROUP_K else 0  # both halves are of one group
-    b_scale = tl.load(tile_at(scales_ptr, b_row // GROUP_N, b_group, stride_scales)).to(tl.float32)
+    b_scale = read_scales(tl.load(tile_at(scales_ptr, b_row // GROUP_N, b_group, stride_scales)), SCALES)
+    if row_scales_ptr is not None:
+        b_scale *= tl.load(row_scales_ptr + b_row)[:, None]
     p_out = tile_at(out_ptr, b_row, b_k, stride_out)
     if HALF:
-        b_zero = tl.full([1, 1], 8.0, tl.float32)
-        if zeros_ptr is not None:
-            b_zero = tl.load(tile_at(zeros_ptr, b_row // GROUP_N, b_group, stride_scales)).to(tl.float32)
-        b_numbers, b_high = widen_nibbles(b_bytes, b_zero, tl.float32, IN_PLACE)
+        if SCALES is not None:
+            b_numbers, b_high = widen_floats4(b_bytes, tl.full([1, 1], 1.0, tl.float32), tl.float32, IN_PLACE)
+        else:
+            b_zero = tl.full([1, 1], 8.0, tl.float32)
+            if zeros_ptr is not None:
+                b_zero = tl.load(tile_at(zeros_ptr, b_row // GROUP_N, b_group, stride_scales)).to(tl.float32)
+            b_numbers, b_high = widen_nibbles(b_bytes, b_zero, tl.float32, IN_PLACE)
         let_next_start(PDL)
         tl.store(p_out + HALF, (b_high * b_scale).to(out_ptr.dtype.element_ty), mask=m_k)
     else:
@@ -211,29 +267,36 @@ def _widen_kernel(
 def _widen_reference(data: torch.Tensor, out: torch.Tensor, scaled: Scaled) -> None:
     assert scaled.scales is not None
     groups = Groups(scaled.group_rows, scaled.group_columns)
+    scales = _spread(scaled.scales.float(), groups, *out.shape)
+    if scaled.row_scales is not None:
+        scales = scales * scaled.row_scales[:, None]
     if data.dtype != torch.uint8:
         numbers = data.float()
+    elif scaled.scales.dtype in BYTE_SCALES:
+        numbers = e2m1_values(data.device)[unpack_nibbles(data, groups).int()]
     elif scaled.zeros is None:
         numbers = unpack_nibbles(data, groups).float() - ZERO
     else:
         numbers = unpack_nibbles(data, groups).float() - _spread(scaled.zeros, groups, *out.shape)
-    out.copy_(numbers * _spread(scaled.scales, groups, *out.shape).float())
+    out.copy_(numbers * scales)
 
 
 @register_op(mutates=("out",), reference=_widen_reference)
 def _widen(data: torch.Tensor, out: torch.Tensor, scaled: Scaled) -> None:
-    (n, k), scales = out.shape, scaled.scales
+    (n, k), (scales, kind) = out.shape, scales_for_kernel(scaled)
     if not data.numel():
         return
     assert scales is not None
     _widen_kernel[(triton.cdiv(data.shape[1], _BLOCK_K), triton.cdiv(n, _BLOCK_N))](
-        *(data, scales, scaled.zeros, out, n, k, data.stride(0), scales.stride(0), out.stride(0)),
+        *(data, scales, scaled.zeros, scaled.row_scales, out),
+        *(n, k, data.stride(0), scales.stride(0), out.stride(0)),
         GROUP_N=scaled.group_rows,
         GROUP_K=scaled.group_columns,
         EVEN_K=data.shape[1] % _BLOCK_K == 0,
         BLOCK_N=_BLOCK_N,
         BLOCK_K=_BLOCK_K,
         HALF=half_unit(data, scaled),
+        SCALES=kind,
         IN_PLACE=widens_in_place(data.device),
         num_warps=4,
         **dependent_launch(out.device),
@@ -242,9 +305,9 @@ def _widen(data: torch.Tensor, out: torch.Tensor, scaled: Scaled) -> None:
 
 def scales_of(weight: Weight) -> Scaled:
     """What kernels take of a weight beside its numbers."""
-    return (
-        NOT_SCALED if weight.scales is None else Scaled(weight.scales, *weight.groups, weight.zeros, weight.rounds_rows)
-    )
+    if weight.scales is None:
+        return NOT_SCALED
+    return Scaled(weight.scales, *weight.groups, weight.zeros, weight.row_scales, weight.rounds_rows)
 
 
 def columns_of(data: torch.Tensor) -> int:
@@ -263,7 +326,7 @@ def widen_weight(weight: Weight, dtype: torch.dtype, *, out: torch.Tensor | None
     """The numbers of a weight times their scales, ``[N, K]``; those of a plain weight as they are.
 
     Args:
-        weight: in the format ``"plain"``, ``"fp8"``, ``"int8"`` or ``"int4"``.
+        weight: in the format ``"plain"``, ``"fp8"``, ``"int8"``, ``"int4"`` or ``"fp4"``.
         dtype: float16, bfloat16 or float32, to which each is rounded.
         out: ``[N, K]`` of that dtype to write into; by default a new tensor.
 

@@ -5,10 +5,14 @@ Layers hold a :class:`Weight`, and public operations take one wherever they take
 - ``plain``: elements of float16, bfloat16 or float32 as they are multiplied, ``[N, K]`` or of experts ``[E, N, K]``;
 - ``onednn``: laid out for the CPU's products, which alone can read it (:mod:`tritonllm.kernels.dense.cpu`);
 - ``fp8``: float8_e4m3fn, and ``int8``: int8, ``[N, K]``, with scales of groups (:class:`Groups`): an element is its
-  number times its group's scale. :func:`tritonllm.kernels.linear` alone reads these so far, and
+  number times its group's scale;
 - ``int4``: uint8 ``[N, K / 2]``, numbers from 0 to 15, of which the group's zero point is taken away first. Of each run
   of 128 columns, or of a group where it is shorter, the first half lies in the low nibbles, the second in the high:
-  both are tiles of neighbouring columns then, and none has to be taken apart.
+  both are tiles of neighbouring columns then, and none has to be taken apart;
+- ``fp4``: packed as ``int4``, but four bits are a float, E2M1: sign, two bits of exponent, one of mantissa. A scale is
+  a byte, too: of MXFP4 a power of two (E8M0) for each 32 columns; of NVFP4 float8 (e4m3) for each 16, and a float32
+  number for each row. OCP Microscaling Formats (MX) Specification v1.0 (2023); NVIDIA, "Pretraining Large Language
+  Models with NVFP4" (2025).
 
 The Triton kernels of products, experts and routers read a weight through :func:`tile_at` and :func:`load_tile`, so a
 narrow format is one more case there, with its scales. Hopper's kernels let the bulk copy
@@ -25,10 +29,11 @@ import triton.language as tl
 
 from tritonllm.kernels.runtime.checks import require
 
-PLAIN, ONEDNN, FP8, INT8, INT4 = "plain", "onednn", "fp8", "int8", "int4"
+PLAIN, ONEDNN, FP8, INT8, INT4, FP4 = "plain", "onednn", "fp8", "int8", "int4", "fp4"
 # formats with scales, and the dtype of what holds their elements
-NARROW = {FP8: torch.float8_e4m3fn, INT8: torch.int8, INT4: torch.uint8}
-FORMAT_OF = {dtype: format for format, dtype in NARROW.items()}
+NARROW = {FP8: torch.float8_e4m3fn, INT8: torch.int8, INT4: torch.uint8, FP4: torch.uint8}
+PACKED = (INT4, FP4)  # two elements to a byte
+BYTE_SCALES = {torch.float8_e8m0fnu: "e8m0", torch.float8_e4m3fn: "e4m3"}  # those of "fp4", and what kernels call them
 # Of a weight that a program asks for before the kernel before it ends. The four products of a layer, 5 to 32 rows, take
 # less on an H100: of Qwen3-0.6B 3 to 6%, a half of Llama-3.1-70B 1%, of Llama-3.1-8B and 3.2-1B 0 to 0.5%. With 64 KB
 # all but the half take more, up to 7%: what is asked for takes the memory's time from the kernel before.
@@ -56,10 +61,12 @@ class Weight(NamedTuple):
 
     Attributes:
         data: the elements, as the format says.
-        scales: ``groups.shape(N, K)`` float32, float16 or bfloat16 of the narrow formats, else ``None``.
-        format: ``"plain"``, ``"onednn"``, ``"fp8"``, ``"int8"`` or ``"int4"``.
+        scales: ``groups.shape(N, K)`` float32, float16 or bfloat16 of the narrow formats, but of ``"fp4"``
+            float8_e8m0fnu up to 2^120, or float8_e4m3fn from 0 on; else ``None``.
+        format: ``"plain"``, ``"onednn"``, ``"fp8"``, ``"int8"``, ``"int4"`` or ``"fp4"``.
         groups: what shares a scale and a zero point.
         zeros: the zero points of ``"int4"``, shaped as the scales, uint8 from 0 to 16; ``None``: all are 8.
+        row_scales: ``[N]`` float32, which multiply the scales of a row of ``"fp4"``; ``None``: all are 1.
         rounds_rows: a product rounds its rows to the same format, each with a scale of its own (W8A8); of ``"fp8"`` or
             ``"int8"`` whose groups have all columns.
     """
@@ -69,18 +76,27 @@ class Weight(NamedTuple):
     format: str = PLAIN
     groups: Groups = Groups()
     zeros: torch.Tensor | None = None
+    row_scales: torch.Tensor | None = None
     rounds_rows: bool = False
 
     def each(self) -> Iterator["Weight"]:
         """The weights of several, ``[E, N, K]``, one after the other."""
         for place, data in enumerate(self.data):
-            scales, zeros = (None if part is None else part[place] for part in (self.scales, self.zeros))
-            yield self._replace(data=data, scales=scales, zeros=zeros)
+            parts = self.scales, self.zeros, self.row_scales
+            scales, zeros, row_scales = (None if part is None else part[place] for part in parts)
+            yield self._replace(data=data, scales=scales, zeros=zeros, row_scales=row_scales)
 
     @property
     def columns(self) -> int:
         """K."""
-        return self.data.shape[-1] * (2 if self.format == INT4 else 1)
+        return self.data.shape[-1] * (2 if self.format in PACKED else 1)
+
+
+def format_of(data: torch.Tensor, scales: torch.Tensor) -> str:
+    """The narrow format of a weight with these parts."""
+    if scales.dtype in BYTE_SCALES:
+        return FP4
+    return next(format for format, dtype in NARROW.items() if dtype == data.dtype)
 
 
 def elements(name: str, weight: torch.Tensor | Weight) -> torch.Tensor:

@@ -7,6 +7,10 @@ biases are 7 and 127): 2.5 instructions an element. An integer becomes the low b
 which the offset is taken away (Kim et al., "Who Says Elephants Can't Run" (2022)): 1.4 instructions for four bits. All
 are exact: what e4m3, int8 and four bits hold, bfloat16 holds; but the two bytes that e4m3 has for NaN become 480.
 
+A float of four bits (E2M1) is twice an integer, so a permutation finds it as such in a table of bytes (two: one for
+each sign), and the fused multiplication that takes the offset away gives it its scale: 2.1 instructions. With a scale
+that is a power of two (E8M0), or has four bits (e4m3), the product is exact in bfloat16, too.
+
 Where there is no such assembly (the interpreter, other makers' chips), Triton's conversions give the same numbers.
 """
 
@@ -98,6 +102,30 @@ add.f16x2 $2, $2, $5;
 add.f16x2 $3, $3, $6;
 }""")
 
+# One permutation looks up four nibbles. A set sign bit makes it give the highest bit of the byte, 0, instead; so of 64
+# plus twice the number, for one sign, and 64 less that, for the other, one is there: the lowest byte of 128.
+_FP4_TO_BF16 = tl.constexpr("""{
+.reg .b32 w, x, v, u;
+mov.b32 w, $4;
+xor.b32 x, w, 0x88888888;
+prmt.b32 v, 0x43424140, 0x4c484644, w;
+prmt.b32 u, 0x3d3e3f40, 0x34383a3c, x;
+or.b32 v, v, u;
+shr.b32 w, w, 16;
+shr.b32 x, x, 16;
+prmt.b32 $0, v, 0x43434343, 0x4240;
+prmt.b32 $2, v, 0x43434343, 0x4341;
+prmt.b32 v, 0x43424140, 0x4c484644, w;
+prmt.b32 u, 0x3d3e3f40, 0x34383a3c, x;
+or.b32 v, v, u;
+prmt.b32 $1, v, 0x43434343, 0x4240;
+prmt.b32 $3, v, 0x43434343, 0x4341;
+fma.rn.bf16x2 $0, $0, $5, $7;
+fma.rn.bf16x2 $1, $1, $6, $8;
+fma.rn.bf16x2 $2, $2, $5, $7;
+fma.rn.bf16x2 $3, $3, $6, $8;
+}""")
+
 
 def widens_in_place(device: torch.device) -> bool:
     """Whether the chip behind ``device`` has the instructions: NVIDIA's from compute capability 8.0 on."""
@@ -152,4 +180,98 @@ def widen_nibbles(b_bytes, b_zero, dtype: tl.constexpr, IN_PLACE: tl.constexpr):
     else:
         b_low = ((b_bytes & 15).to(tl.float32) - b_zero).to(dtype)
         b_high = ((b_bytes >> 4).to(tl.float32) - b_zero).to(dtype)
+    return b_low, b_high
+
+
+@triton.jit
+def read_scales(b_scale, KIND: tl.constexpr):
+    """Scales as float32, of which bytes are E8M0 or not negative e4m3 (``KIND``, by
+    :func:`~tritonllm.kernels.dense.arguments.scales_for_kernel`)."""
+    if KIND is None:
+        b_read = b_scale.to(tl.float32)
+    elif KIND == "e8m0":  # the byte 0 is 2^-127, which float32 has without its leading one
+        b_read = tl.maximum(b_scale.to(tl.int32) << 23, 0x400000).to(tl.float32, bitcast=True)
+    else:
+        b_number = b_scale.to(tl.int32)
+        b_read = ((b_number << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+        b_read = tl.where(b_number < 8, b_number.to(tl.float32) * 0.001953125, b_read)
+    return b_read
+
+
+@triton.jit
+def load_scales(
+    p_row,
+    m_row,
+    start,
+    K,
+    GROUP_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    KIND: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """The scales of ``BLOCK_K`` columns from ``start`` on, ``[N, groups]`` float32, of rows that begin at
+    ``p_row [N, 1]``; where ``m_row [N, 1]`` (``None``: everywhere) is False, or there is no group, any finite ones.
+
+    With ``WORDS`` those of a row are one word, which is copied ahead as weights are: single bytes are not.
+    """
+    GROUPS: tl.constexpr = max(1, BLOCK_K // GROUP_K)
+    b_group = start // GROUP_K + tl.arange(0, GROUPS)[None, :]
+    if WORDS:
+        WORD: tl.constexpr = tl.uint32 if GROUPS == 4 else tl.uint64
+        p_word = (p_row + start // GROUP_K).to(tl.pointer_type(WORD))
+        b_word = tl.load(p_word) if m_row is None else tl.load(p_word, mask=m_row, other=0)
+        b_scale = read_scales((b_word >> (8 * tl.arange(0, GROUPS)[None, :])) & 255, KIND)
+        b_scale = tl.where(b_group * GROUP_K < K, b_scale, 1.0)
+    else:
+        m_group = b_group * GROUP_K < K
+        m_group = m_group if m_row is None else m_group & m_row
+        b_scale = read_scales(tl.load(p_row + b_group, mask=m_group, other=0), KIND)
+    return b_scale
+
+
+@triton.jit
+def _of_each(b_scale, SHAPE: tl.constexpr):
+    """``[N or 1, groups]`` for every byte ``[N, bytes]``, whose groups lie one after the other."""
+    GROUPS: tl.constexpr = b_scale.shape[1]
+    if GROUPS > 1:
+        b_scale = tl.broadcast_to(b_scale[:, :, None], [SHAPE[0], GROUPS, SHAPE[1] // GROUPS])
+        b_scale = tl.reshape(b_scale, SHAPE)
+    else:
+        b_scale = tl.broadcast_to(b_scale, SHAPE)
+    return b_scale
+
+
+@triton.jit
+def _float4(b_nibble, b_half, dtype: tl.constexpr):
+    """Floats of four bits, times twice ``b_half`` (float32)."""
+    b_shift = tl.maximum(b_nibble >> 1 & 3, 1) - 1
+    b_twice = ((b_nibble & 1) + 2) << b_shift
+    b_twice = tl.where((b_nibble & 6) == 0, b_nibble & 1, b_twice).to(tl.float32)
+    return (tl.where(b_nibble >= 8, -b_twice, b_twice) * b_half).to(dtype)
+
+
+@triton.jit
+def widen_floats4(b_bytes, b_scale, dtype: tl.constexpr, IN_PLACE: tl.constexpr):
+    """The low and the high four bits of each byte ``[N, bytes]`` as E2M1, times ``b_scale [N or 1, groups]`` float32 (a
+    number of bfloat16, up to 2^120), rounded to ``dtype``; groups of a row have equally many bytes."""
+    b_half = b_scale * 0.5
+    if IN_PLACE and dtype == tl.bfloat16:
+        b_low, b_high = tl.inline_asm_elementwise(
+            _FP4_TO_BF16,
+            "=r,=r,=r,=r,r,r,r,r,r",
+            [
+                b_bytes,
+                _of_each(b_half.to(tl.bfloat16), b_bytes.shape),
+                _of_each((b_half * -192).to(tl.bfloat16), b_bytes.shape),
+            ],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+    elif IN_PLACE:
+        b_low, b_high = widen_floats4(b_bytes, b_scale, tl.bfloat16, True)
+        b_low, b_high = b_low.to(dtype), b_high.to(dtype)
+    else:
+        b_half = _of_each(b_half, b_bytes.shape)
+        b_low, b_high = _float4(b_bytes & 15, b_half, dtype), _float4(b_bytes >> 4, b_half, dtype)
     return b_low, b_high

@@ -19,6 +19,8 @@ class Experts(NamedTuple):
     down_scales: torch.Tensor | None = None
     gate_up_zeros: torch.Tensor | None = None
     down_zeros: torch.Tensor | None = None
+    gate_up_row_scales: torch.Tensor | None = None
+    down_row_scales: torch.Tensor | None = None
     group_rows: int = 1
     group_columns: int = 0
 
@@ -28,11 +30,12 @@ class Experts(NamedTuple):
 
     @property
     def scaled_gate_up(self) -> Scaled:
-        return Scaled(self.gate_up_scales, self.group_rows, self.group_columns, self.gate_up_zeros)
+        groups = self.group_rows, self.group_columns
+        return Scaled(self.gate_up_scales, *groups, self.gate_up_zeros, self.gate_up_row_scales)
 
     @property
     def scaled_down(self) -> Scaled:
-        return Scaled(self.down_scales, self.group_rows, self.group_columns, self.down_zeros)
+        return Scaled(self.down_scales, self.group_rows, self.group_columns, self.down_zeros, self.down_row_scales)
 
     def sizes(self) -> tuple[int, int, int]:
         """How many experts there are, the columns of a token, and those between an expert's two products."""

@@ -21,13 +21,13 @@ import triton
 import triton.language as tl
 
 from tritonllm.kernels.dense import (
-    FORMAT_OF,
     NARROW,
     Groups,
     Scaled,
     Weight,
     check_narrow,
     elements,
+    format_of,
     narrow_key,
     row_by_row,
     widen_numbers,
@@ -97,8 +97,8 @@ def _wide(weight: torch.Tensor, scaled: Scaled, expert: int) -> torch.Tensor:
     """An expert's weight in float32."""
     if scaled.scales is None:
         return weight[expert].float()
-    zeros = None if scaled.zeros is None else scaled.zeros[expert]
-    of_one = scaled._replace(scales=scaled.scales[expert], zeros=zeros)
+    zeros, row_scales = (None if part is None else part[expert] for part in (scaled.zeros, scaled.row_scales))
+    of_one = scaled._replace(scales=scaled.scales[expert], zeros=zeros, row_scales=row_scales)
     return widen_numbers(weight[expert], of_one, torch.float32)
 
 
@@ -224,7 +224,7 @@ def make_experts(
     require(same, f"w_down must have the format and groups of w_gate_up, {up.format!r} and {up.groups}")
     for name, w in (("w_gate_up", up), ("w_down", down)):
         require(w.scales is not None, f"{name}.scales must be there for the format {w.format!r}")
-    of_both = up.scales, down.scales, up.zeros, down.zeros
+    of_both = up.scales, down.scales, up.zeros, down.zeros, up.row_scales, down.row_scales
     return Experts(up.data, down.data, gate_up_bias, down_bias, activation, *of_both, *up.groups)
 
 
@@ -236,14 +236,14 @@ def check_experts(x: torch.Tensor, experts: Experts, residual: torch.Tensor | No
     )
     check_tensor("x", x, ("T", "N"))
     n = x.shape[1]
-    if experts.narrow:
-        format = FORMAT_OF[w_gate_up.dtype]
+    if experts.gate_up_scales is not None:
+        format = format_of(w_gate_up, experts.gate_up_scales)
         groups = Groups(experts.group_rows, experts.group_columns)
         for name, weight, scaled, k in (
             ("w_gate_up", w_gate_up, experts.scaled_gate_up, n),
             ("w_down", w_down, experts.scaled_down, experts.sizes()[2]),
         ):
-            of = Weight(weight, scaled.scales, format, groups, scaled.zeros)
+            of = Weight(weight, scaled.scales, format, groups, scaled.zeros, scaled.row_scales)
             check_narrow(name, of, k, x, stacked=True)
         count, rows, _ = w_gate_up.shape
         i = rows // 2
@@ -344,8 +344,9 @@ def fused_moe(
     Args:
         x: ``[T, N]`` float16, bfloat16 or float32; contiguous in the last dimension, as all arguments.
         w_gate_up: ``[E, 2I, N]`` of the dtype of ``x``: the gate projection's rows, then the up projection's. A tensor
-            or a :class:`Weight`, which may be ``"fp8"``, ``"int8"`` or ``"int4"``, too: its data ``[E, 2I, N]``, or
-            ``[E, 2I, N / 2]`` of four bits, and its scales ``[E, *groups.shape(2I, N)]``; then ``w_down`` is as well.
+            or a :class:`Weight`, which may be ``"fp8"``, ``"int8"``, ``"int4"`` or ``"fp4"``, too: its data
+            ``[E, 2I, N]``, or ``[E, 2I, N / 2]`` of four bits, and its scales ``[E, *groups.shape(2I, N)]``; then
+            ``w_down`` is as well.
         w_down: ``[E, N, I]`` of the dtype of ``x``, as ``w_gate_up``.
         weights: ``[T, k]`` of a float dtype, usually from :func:`moe_route`.
         ids: ``[T, k]`` int32 or int64 experts of each token.

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import triton
 
+from tritonllm.kernels.dense import FP4
 from tritonllm.kernels.moe.arguments import Experts
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.variants import Variant, Variants
@@ -52,8 +53,10 @@ def narrow_config(
     group: int,
 ) -> tuning.Config:
     """For weights of a byte or half a byte an element: the tiles of 16 bits, the largest half as wide, since widened
-    weights need registers, too."""
+    weights need registers, too. Of floats of four bits all have 128 columns: so many scales are one word."""
     config = portable_config(tokens, top_k, experts, n, i, itemsize, activation)
+    if format == FP4 and config["BLOCK_K"] == 64:
+        config |= {"BLOCK_K": 128, "num_stages": config["num_stages"] - 1, "num_warps": 8}
     return config | {"BLOCK_N": 128} if config["BLOCK_N"] > 128 else config
 
 

@@ -4,14 +4,6 @@ import math
 
 import torch
 
-# E2M1 (OCP Microscaling Formats (MX) Specification v1.0, section 5.3.3): sign, two bits of exponent, one of mantissa.
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
-
-def e2m1_values(device: torch.device) -> torch.Tensor:
-    """``[16]`` float32: what the bits of a 4-bit float stand for."""
-    return torch.tensor([*_MAGNITUDES, *(-m for m in _MAGNITUDES)], dtype=torch.float32, device=device)
-
 
 def nibbles(packed: torch.Tensor, *, high_first: bool = False) -> torch.Tensor:
     """``[..., 2 * B]`` uint8 of bytes ``[..., B]``, by default the low half of a byte first."""

@@ -23,6 +23,7 @@ class NarrowPiece:
         column_groups: ``[C]`` int64, which column of ``scales`` a column has, where ``groups.columns`` does not say it:
             columns in another order (GPTQ's act-order), or groups that the piece cuts through.
         values: ``[16]`` or more float32, what each number stands for; ``None``: itself.
+        factor: a float32 number that multiplies all scales; ``None``: 1.
         rounds_rows: the checkpoint's products round their rows, too.
     """
 
@@ -32,6 +33,7 @@ class NarrowPiece:
     zeros: torch.Tensor | None = None
     column_groups: torch.Tensor | None = None
     values: torch.Tensor | None = None
+    factor: torch.Tensor | None = None
     rounds_rows: bool = False
 
     def widen(self, dtype: torch.dtype) -> torch.Tensor:
@@ -55,7 +57,8 @@ class NarrowPiece:
         shaped = wide.unflatten(1, (-1, groups)) if whole else wide
         if self.zeros is not None:
             shaped -= self._of_each(self.zeros, rows)
-        shaped *= self._of_each(self.scales, rows)
+        scales = self._of_each(self.scales, rows)
+        shaped *= scales if self.factor is None else scales * self.factor
         return wide
 
     def _of_each(self, by_group: torch.Tensor, rows: range) -> torch.Tensor:
@@ -82,6 +85,7 @@ def cut_out(
     zeros: torch.Tensor | None = None,
     column_groups: torch.Tensor | None = None,
     values: torch.Tensor | None = None,
+    factor: torch.Tensor | None = None,
     rounds_rows: bool = False,
 ) -> NarrowPiece:
     """The piece of a weight whose scales are given as a whole.
@@ -93,6 +97,7 @@ def cut_out(
         zeros: as ``scales``, int32.
         column_groups: ``[K]``, which column of ``scales`` each column of the weight has.
         values: what each number stands for.
+        factor: a number that multiplies all scales.
         rounds_rows: as of the piece.
     """
     device = scales.device
@@ -112,4 +117,4 @@ def cut_out(
         scales, zeros = scales[:, some], None if zeros is None else zeros[:, some]
     elif across:
         column_groups, across = torch.arange(columns.start, columns.stop, device=device) // across, 0
-    return NarrowPiece(numbers, scales, Groups(own, across), zeros, column_groups, values, rounds_rows)
+    return NarrowPiece(numbers, scales, Groups(own, across), zeros, column_groups, values, factor, rounds_rows)

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
+from tritonllm.kernels.dense.narrow import e2m1_values
 from tritonllm.kernels.dense.weight import Groups
-from tritonllm.models.formats.bits import e2m1_values, nibbles, unpack
+from tritonllm.models.formats.bits import nibbles, unpack
 from tritonllm.models.formats.narrow_tensor import Parts
 from tritonllm.models.formats.piece import NarrowPiece, cut_out
 
@@ -44,7 +45,7 @@ def _signed(numbers: torch.Tensor, bits: int) -> torch.Tensor:
 class RowMajor:
     """A scheme whose parts are ``numbers`` and ``scales``, and where they are there:
 
-    - ``divisor`` or ``factor``: a number by which all scales are divided or multiplied;
+    - ``divisor`` or ``factor``: a number by whose inverse, or by which, all scales are multiplied;
     - ``zeros``: int8 as the scales, or (``zero_bits``) int32 words of signed integers along N of ``[N, groups]``;
     - ``order``: int32 ``[K]``, the group of each column.
 
@@ -83,22 +84,27 @@ class RowMajor:
             zeros=self._zeros(parts, lead, tuple(scales.shape)) if "zeros" in parts else None,
             column_groups=in_order(parts("order"), self.groups.columns) if "order" in parts else None,
             values=None if self.packing.values is None else self.packing.values(numbers.device),
+            factor=_factor(parts, lead),
             rounds_rows=self.rounds_rows,
         )
 
     def _scales(self, parts: Parts, lead: tuple[int, ...]) -> torch.Tensor:
         scales = parts("scales", *lead)
         scales = scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales
-        scales = scales.float().reshape(self.groups.shape(*self.size)) * self.times
-        if "divisor" in parts:
-            return scales / parts("divisor", *lead).float().reshape(1, 1)
-        return scales * parts("factor", *lead).float().reshape(1, 1) if "factor" in parts else scales
+        return scales.float().reshape(self.groups.shape(*self.size)) * self.times
 
     def _zeros(self, parts: Parts, lead: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
         zeros = parts("zeros", *lead)
         if self.zero_bits:
             zeros = _signed(unpack(zeros, self.zero_bits, -2)[: shape[0]], self.zero_bits)
         return zeros.int().reshape(shape)
+
+
+def _factor(parts: Parts, lead: tuple[int, ...]) -> torch.Tensor | None:
+    """What multiplies all scales of a weight, float32."""
+    if "divisor" in parts:
+        return parts("divisor", *lead).float().reshape(()).reciprocal()
+    return parts("factor", *lead).float().reshape(()) if "factor" in parts else None
 
 
 def in_order(order: torch.Tensor, size: int) -> torch.Tensor | None:

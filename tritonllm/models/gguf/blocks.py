@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from tritonllm.models.formats.bits import e2m1_values
+from tritonllm.kernels.dense.narrow import e2m1_values
 
 _HALF = 2  # bytes of a float16
 _SUB = 32  # elements that share a scale within a block of 256

@@ -13,9 +13,9 @@ kernel drains, or attention waits for its own results, the memory reads the next
 import triton
 import triton.language as tl
 
-from tritonllm.kernels.dense.arguments import Fused, Operands, Scaled, half_unit
+from tritonllm.kernels.dense.arguments import Fused, Operands, Scaled, half_unit, scales_for_kernel
 from tritonllm.kernels.dense.weight import load_tile, tile_at
-from tritonllm.kernels.dense.widen import widen_bytes, widen_nibbles, widens_in_place
+from tritonllm.kernels.dense.widen import read_scales, widen_bytes, widen_floats4, widen_nibbles, widens_in_place
 from tritonllm.kernels.elementwise import activate
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.dependent_launch import let_next_start, wait_for_previous
@@ -31,6 +31,7 @@ def linear_rows_kernel(
     norm_ptr,  # [K] weight of the RMS norm of x, or None
     scales_ptr,  # [weight rows / GROUP_N, K / GROUP_K], or None
     zeros_ptr,  # likewise, uint8; None: 8 where there are nibbles
+    row_scales_ptr,  # [weight rows], or None
     out_ptr,  # [M, N]; read too if ADD
     M,
     N,
@@ -54,6 +55,7 @@ def linear_rows_kernel(
     GROUP_N: tl.constexpr,
     GROUP_K: tl.constexpr,  # divides BLOCK_K; 0: a group has all columns
     HALF: tl.constexpr,  # so many columns are the low nibbles of so many bytes, and the next the high; 0: no nibbles
+    SCALES: tl.constexpr,  # what bytes of scales are: of floats of four bits; None: numbers
     IN_PLACE: tl.constexpr,
     BLOCK_N: tl.constexpr,  # rows of the weight, two for each column of the output if GATED
     BLOCK_K: tl.constexpr,
@@ -99,9 +101,11 @@ def linear_rows_kernel(
                 norms += (tl.load(norm_ptr + at + HALF, mask=at < K, other=0.0),)
         if GROUP_K:
             b_group = t * (BLOCK_K // GROUP_K) + tl.arange(0, BLOCK_K // GROUP_K)[None, :]
-            factors += (tl.load(p_factor + b_group, mask=b_group * GROUP_K < K, other=0.0),)
+            factors += (tl.load(p_factor + b_group, mask=b_group * GROUP_K < K, other=0),)
         if HALF:
-            if zeros_ptr is None:
+            if SCALES is not None:  # the floats alone: what a group adds up to is scaled
+                zeros += (tl.full([1, 1], 1.0, tl.float32),)
+            elif zeros_ptr is None:
                 zeros += (tl.full([1, 1], 8.0, tl.float32),)
             elif GROUP_K:  # each column's, from the nearest cache
                 zeros += (tl.load(p_zero + at // GROUP_K, mask=at < K, other=0).to(tl.float32),)
@@ -123,7 +127,9 @@ def linear_rows_kernel(
             b_sums = tl.zeros([BLOCK_N, BYTES], tl.float32)
         b_squares = tl.zeros([1, BYTES], tl.float32)
         for t in tl.static_range(TILES):
-            if HALF:
+            if SCALES is not None:
+                halves = widen_floats4(weights[t], zeros[t], tl.float32, IN_PLACE)
+            elif HALF:
                 halves = widen_nibbles(weights[t], zeros[t], tl.float32, IN_PLACE)
             elif scales_ptr is not None:
                 halves = (widen_bytes(weights[t], tl.float32, IN_PLACE),)
@@ -140,11 +146,13 @@ def linear_rows_kernel(
                 b_sums += halves[h] * b_x
             if GROUP_K:
                 b_groups = tl.reshape(b_sums, [BLOCK_N, BLOCK_K // GROUP_K, GROUP_K // HALVES])
-                b_y += tl.sum(tl.sum(b_groups, axis=2) * factors[t].to(tl.float32), axis=1)
+                b_y += tl.sum(tl.sum(b_groups, axis=2) * read_scales(factors[t], SCALES), axis=1)
         if not GROUP_K:
             b_y = tl.sum(b_sums, axis=1)
             if scales_ptr is not None:
-                b_y *= factors[0].to(tl.float32)
+                b_y *= read_scales(factors[0], SCALES)
+        if row_scales_ptr is not None:
+            b_y *= tl.load(row_scales_ptr + b_row)
         if norm_ptr is not None:  # one factor for the whole row of x, so it can wait until the end
             b_y *= tl.rsqrt(tl.sum(b_squares) / K + eps)
         if bias_ptr is not None:
@@ -164,15 +172,16 @@ def launch_rows(
 ) -> None:
     x, weight, bias, norm_weight, out, _ = operands
     m, k = x.shape
-    half = half_unit(weight, scaled)
+    half, (scales, kind) = half_unit(weight, scaled), scales_for_kernel(scaled)
     block_n, block_k = config["BLOCK_N"], max(config["BLOCK_K"], scaled.group_columns, 2 * half)
     linear_rows_kernel[(triton.cdiv(weight.shape[0], block_n),)](
         x,
         weight,
         bias,
         norm_weight,
-        scaled.scales,
+        scales,
         scaled.zeros,
+        scaled.row_scales,
         out,
         m,
         out.shape[1],
@@ -182,7 +191,7 @@ def launch_rows(
         fused.scale,
         x.stride(0),
         weight.stride(0),
-        None if scaled.scales is None else scaled.scales.stride(0),
+        None if scales is None else scales.stride(0),
         out.stride(0),
         ACT=fused.activation,
         GATED=fused.gated,
@@ -195,7 +204,8 @@ def launch_rows(
         GROUP_N=scaled.group_rows,
         GROUP_K=scaled.group_columns,
         HALF=half,
-        IN_PLACE=scaled.scales is not None and widens_in_place(weight.device),
+        SCALES=kind,
+        IN_PLACE=scales is not None and widens_in_place(weight.device),
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         num_warps=config["num_warps"],

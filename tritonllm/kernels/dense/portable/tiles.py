@@ -14,9 +14,16 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonllm.kernels.dense.arguments import Fused, Operands, Scaled, half_unit
+from tritonllm.kernels.dense.arguments import Fused, Operands, Scaled
+from tritonllm.kernels.dense.reading import tile_reading
 from tritonllm.kernels.dense.weight import fetch_ahead, lines_ahead, load_tile, tile_at
-from tritonllm.kernels.dense.widen import widen_bytes, widen_nibbles, widens_in_place
+from tritonllm.kernels.dense.widen import (
+    load_scales,
+    read_scales,
+    widen_bytes,
+    widen_floats4,
+    widen_nibbles,
+)
 from tritonllm.kernels.elementwise import activate
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.chip import on_amd
@@ -40,9 +47,10 @@ def linear_tiles_kernel(
     x_ptr,  # [M, K]
     weight_ptr,  # [N, K]; [2 N, K] if GATED; K / 2 bytes in a row if HALF
     bias_ptr,  # [N] or [2 N], or None
-    row_scales_ptr,  # [M] float32, of rows of the weight's dtype; or None
+    x_scales_ptr,  # [M] float32, of rows of the weight's dtype; or None
     scales_ptr,  # [weight rows / GROUP_N, K / GROUP_K], or None
     zeros_ptr,  # likewise, uint8; None: 8 where there are nibbles
+    row_scales_ptr,  # [weight rows], or None
     out_ptr,  # [M, N]; read too if ADD
     part_ptr,  # [SPLIT_K, M, weight rows] float32
     count_ptr,  # [programs along N] int32 zeros, which they are again in the end
@@ -65,9 +73,11 @@ def linear_tiles_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_N: tl.constexpr,
-    GROUP_K: tl.constexpr,  # BLOCK_K divides it; 0: a group has all columns
+    GROUP_K: tl.constexpr,  # BLOCK_K divides it, or with SCALES is divided by it; 0: a group has all columns
     HALF: tl.constexpr,  # so many columns are the low nibbles of so many bytes, and the next the high; 0: no nibbles
     TURNED: tl.constexpr,  # the weight is the left operand, which the tensor cores of Hopper take from registers
+    SCALES: tl.constexpr,  # what bytes of scales are: of floats of four bits; None: numbers
+    WORDS: tl.constexpr,  # those of a row and a tile are one word
     IN_PLACE: tl.constexpr,
     AHEAD: tl.constexpr,  # lines of each row of the weight that are asked for before the kernel before this one ends
 ):
@@ -98,7 +108,7 @@ def linear_tiles_kernel(
             b_zero = tl.load(zeros_ptr + b_group).to(tl.float32)
     m_m = b_m < M
     steps = tl.cdiv(K, BLOCK_K)
-    WHOLE: tl.constexpr = row_scales_ptr is not None and x_ptr.dtype.element_ty == tl.int8
+    WHOLE: tl.constexpr = x_scales_ptr is not None and x_ptr.dtype.element_ty == tl.int8
     acc = tl.zeros([BLOCK_N, BLOCK_M] if TURNED else [BLOCK_M, BLOCK_N], tl.int32 if WHOLE else tl.float32)
     if PDL and AHEAD:
         fetch_ahead(weight_ptr, b_row, steps * part // SPLIT_K * BYTES, stride_weight, AHEAD)
@@ -117,10 +127,16 @@ def linear_tiles_kernel(
                 b_zero = tl.load(zeros_ptr + b_group + start // GROUP_K).to(tl.float32)
             m_high = m_m if EVEN_K else m_m & m_k
             b_high_x = tl.load(p_x + start + HALF, mask=m_high, other=0.0)
-            b_weight, b_high = widen_nibbles(b_weight, b_zero[:, None], b_x.dtype, IN_PLACE)
-        elif scales_ptr is not None and row_scales_ptr is None:
+            if SCALES is None:
+                b_weight, b_high = widen_nibbles(b_weight, b_zero[:, None], b_x.dtype, IN_PLACE)
+            else:
+                b_scale = tl.full([1, 1], 1.0, tl.float32)
+                if GROUP_K:
+                    b_scale = load_scales(p_factor[:, None], None, start, K, GROUP_K, BLOCK_K, SCALES, WORDS)
+                b_weight, b_high = widen_floats4(b_weight, b_scale, b_x.dtype, IN_PLACE)
+        elif scales_ptr is not None and x_scales_ptr is None:
             b_weight = widen_bytes(b_weight, b_x.dtype, IN_PLACE)
-        if GROUP_K:
+        if GROUP_K and SCALES is None:
             b_product = _multiply(b_x, b_weight, tl.zeros_like(acc), TURNED)
             if HALF:
                 b_product = _multiply(b_high_x, b_high, b_product, TURNED)
@@ -147,10 +163,12 @@ def linear_tiles_kernel(
             for i in tl.static_range(SPLIT_K):
                 acc += tl.load(p_part + i * stride_part, mask=m_m, other=0.0, cache_modifier=".cg")
     if last:
-        if row_scales_ptr is not None:
-            acc *= tl.load(row_scales_ptr + b_m, mask=m_m, other=0.0)
+        if x_scales_ptr is not None:
+            acc *= tl.load(x_scales_ptr + b_m, mask=m_m, other=0.0)
         if scales_ptr is not None and not GROUP_K:
-            acc *= tl.load(p_factor).to(tl.float32)[None, :]
+            acc *= read_scales(tl.load(p_factor), SCALES)[None, :]
+        if row_scales_ptr is not None:
+            acc *= tl.load(row_scales_ptr + b_row)[None, :]
         if bias_ptr is not None:
             acc += tl.load(bias_ptr + b_row).to(tl.float32)[None, :]
         if GATED:
@@ -176,9 +194,8 @@ def launch_tiles(
 ) -> None:
     x, weight, bias, _, out, workspace = operands
     (m, k), rows = x.shape, len(weight)
-    half = half_unit(weight, scaled)
-    block_k, split = min(config["BLOCK_K"], scaled.group_columns or config["BLOCK_K"]), config["SPLIT_K"]
-    block_k = max(block_k, 2 * half)
+    (scales, *others), constants, config = tile_reading(weight, scaled, config)
+    block_k, split = config["BLOCK_K"], config["SPLIT_K"]
     tiles = triton.cdiv(rows, config["BLOCK_N"])
     block_m = min(max(16, triton.next_power_of_2(m)), config.get("BLOCK_M", MAX_BLOCK_M))
     assert split == 1 or m <= block_m
@@ -191,8 +208,8 @@ def launch_tiles(
         weight,
         bias,
         scaled.of_rows,
-        scaled.scales,
-        scaled.zeros,
+        scales,
+        *others,
         out,
         parts,
         count,
@@ -202,7 +219,7 @@ def launch_tiles(
         fused.scale,
         x.stride(0),
         weight.stride(0),
-        None if scaled.scales is None else scaled.scales.stride(0),
+        None if scales is None else scales.stride(0),
         out.stride(0),
         ACT=fused.activation,
         GATED=fused.gated,
@@ -213,12 +230,9 @@ def launch_tiles(
         BLOCK_M=block_m,
         BLOCK_N=config["BLOCK_N"],
         BLOCK_K=block_k,
-        GROUP_N=scaled.group_rows,
-        GROUP_K=scaled.group_columns,
-        HALF=half,
         TURNED=config.get("TURNED", False) and not on_amd(weight.device),  # whose pipeliner fails with it
-        IN_PLACE=scaled.scales is not None and widens_in_place(weight.device),
         AHEAD=lines_ahead(config["BLOCK_N"], weight.shape[1] // split, weight) if fused.constant_weight else 0,
         num_warps=config["num_warps"],
+        **constants,
         **launch,
     )

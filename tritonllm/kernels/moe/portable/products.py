@@ -13,12 +13,14 @@ import triton.language as tl
 
 from tritonllm.kernels.dense import (
     Scaled,
-    half_unit,
+    load_scales,
     load_tile,
+    read_scales,
     tile_at,
+    tile_reading,
     widen_bytes,
+    widen_floats4,
     widen_nibbles,
-    widens_in_place,
 )
 from tritonllm.kernels.elementwise import gated
 from tritonllm.kernels.moe.arguments import Experts
@@ -45,12 +47,16 @@ def _product(
     m_b,
     scales_ptr,  # of a narrow weight, or None
     zeros_ptr,  # likewise
-    b_group,  # [BLOCK_N] where those of the weight's rows begin
+    row_scales_ptr,  # likewise, of rows
+    b_group,  # [BLOCK_N] where scales and zero points of the weight's rows begin
+    b_row,  # [BLOCK_N] where scales of rows are
     K,
     FULL_K: tl.constexpr,  # BLOCK_K divides K: no columns to mask
     BLOCK_K: tl.constexpr,
-    GROUP_K: tl.constexpr,  # of a narrow weight: BLOCK_K divides it; 0: a group has all columns
+    GROUP_K: tl.constexpr,  # of a narrow weight: BLOCK_K divides it, or with SCALES is divided; 0: it has all columns
     HALF: tl.constexpr,
+    SCALES: tl.constexpr,  # what bytes of scales are: of floats of four bits; None: numbers
+    WORDS: tl.constexpr,  # those of a row and a tile are one word
     IN_PLACE: tl.constexpr,
 ):
     BYTES: tl.constexpr = BLOCK_K // 2 if HALF else BLOCK_K
@@ -74,10 +80,16 @@ def _product(
                 b_zero = tl.load(zeros_ptr + b_group[:, None] + start // GROUP_K, mask=m_b, other=0).to(tl.float32)
             m_high = m_a if FULL_K else m_a & (k < K - start)
             b_high_a = tl.load(p_a + start + HALF + k, mask=m_high, other=0.0)
-            b_b, b_high = widen_nibbles(b_b, b_zero, b_a.dtype, IN_PLACE)
+            if SCALES is None:
+                b_b, b_high = widen_nibbles(b_b, b_zero, b_a.dtype, IN_PLACE)
+            else:
+                b_scale = tl.full([1, 1], 1.0, tl.float32)
+                if GROUP_K:
+                    b_scale = load_scales(scales_ptr + b_group[:, None], m_b, start, K, GROUP_K, BLOCK_K, SCALES, WORDS)
+                b_b, b_high = widen_floats4(b_b, b_scale, b_a.dtype, IN_PLACE)
         elif scales_ptr is not None:
             b_b = widen_bytes(b_b, b_a.dtype, IN_PLACE)
-        if GROUP_K:
+        if GROUP_K and SCALES is None:
             b_part = tl.dot(b_a, b_b.T, input_precision="ieee")
             if HALF:
                 b_part = tl.dot(b_high_a, b_high.T, b_part, input_precision="ieee")
@@ -89,7 +101,9 @@ def _product(
             if HALF:
                 b_sum = tl.dot(b_high_a, b_high.T, b_sum, input_precision="ieee")
     if scales_ptr is not None and not GROUP_K:
-        b_sum *= tl.load(scales_ptr + b_group[:, None], mask=m_b, other=0.0).to(tl.float32).T
+        b_sum *= read_scales(tl.load(scales_ptr + b_group[:, None], mask=m_b, other=0), SCALES).T
+    if row_scales_ptr is not None:
+        b_sum *= tl.load(row_scales_ptr + b_row[:, None], mask=m_b, other=0.0).T
     return b_sum
 
 
@@ -100,6 +114,7 @@ def _gate_up_kernel(
     bias_ptr,  # [E, 2I] or None
     scales_ptr,  # [E, 2I / GROUP_N, N / GROUP_K], or None
     zeros_ptr,
+    row_scales_ptr,  # [E, rows of the weight], or None
     h_ptr,  # [T * TOP_K, I], rows in the order of the experts
     order_ptr,
     table_ptr,
@@ -113,6 +128,7 @@ def _gate_up_kernel(
     stride_bias,
     stride_se,
     stride_s,
+    stride_rs,
     TOP_K: tl.constexpr,
     ACT: tl.constexpr,
     FULL_K: tl.constexpr,
@@ -124,6 +140,8 @@ def _gate_up_kernel(
     GROUP_N: tl.constexpr,
     GROUP_K: tl.constexpr,
     HALF: tl.constexpr,
+    SCALES: tl.constexpr,
+    WORDS: tl.constexpr,
     IN_PLACE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -147,8 +165,9 @@ def _gate_up_kernel(
     p_x = x_ptr + token * stride_x
     w_group = expert * stride_se + (w_at // GROUP_N).to(tl.int64) * stride_s
     b_both = _product(
-        *(p_x[:, None], p_w, m_row[:, None], (w_column < I)[:, None], scales_ptr, zeros_ptr, w_group),
-        *(N, FULL_K, BLOCK_K, GROUP_K, HALF, IN_PLACE),
+        *(p_x[:, None], p_w, m_row[:, None], (w_column < I)[:, None]),
+        *(scales_ptr, zeros_ptr, row_scales_ptr, w_group, expert * stride_rs + w_at),
+        *(N, FULL_K, BLOCK_K, GROUP_K, HALF, SCALES, WORDS, IN_PLACE),
     )
     # a thread holds whole rows of the product, so gate and up are taken apart in registers
     b_gate, b_up = tl.split(tl.permute(tl.reshape(b_both, (BLOCK_M, 2, COLUMNS)), (0, 2, 1)))
@@ -171,6 +190,7 @@ def _down_kernel(
     bias_ptr,  # [E, N] or None
     scales_ptr,  # [E, N / GROUP_N, I / GROUP_K], or None
     zeros_ptr,
+    row_scales_ptr,  # [E, rows of the weight], or None
     y_ptr,  # [T * TOP_K, N], rows by pair
     order_ptr,
     table_ptr,
@@ -183,6 +203,7 @@ def _down_kernel(
     stride_bias,
     stride_se,
     stride_s,
+    stride_rs,
     FULL_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -192,6 +213,8 @@ def _down_kernel(
     GROUP_N: tl.constexpr,
     GROUP_K: tl.constexpr,
     HALF: tl.constexpr,
+    SCALES: tl.constexpr,
+    WORDS: tl.constexpr,
     IN_PLACE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -212,8 +235,9 @@ def _down_kernel(
     p_w = tile_at(w_ptr + expert * stride_we, column, tl.arange(0, BYTES)[None, :], stride_w)
     w_group = expert * stride_se + (column // GROUP_N).to(tl.int64) * stride_s
     b_y = _product(
-        *(p_h[:, None], p_w, m_row[:, None], m_column[:, None], scales_ptr, zeros_ptr, w_group),
-        *(I, FULL_K, BLOCK_K, GROUP_K, HALF, IN_PLACE),
+        *(p_h[:, None], p_w, m_row[:, None], m_column[:, None]),
+        *(scales_ptr, zeros_ptr, row_scales_ptr, w_group, expert * stride_rs + column),
+        *(I, FULL_K, BLOCK_K, GROUP_K, HALF, SCALES, WORDS, IN_PLACE),
     )
     if bias_ptr is not None:
         b_y += tl.load(bias_ptr + expert * stride_bias + column, mask=m_column, other=0.0).to(tl.float32)[None, :]
@@ -225,14 +249,14 @@ def _down_kernel(
 
 def _narrowed(
     weight: torch.Tensor, scaled: Scaled, k: int, config: tuning.Config
-) -> tuple[tuple[int, int], dict[str, Any], tuning.Config]:
-    """(strides of the scales, the kernel's constants, the configuration) for a weight with ``k`` columns."""
-    half, scales = half_unit(weight, scaled), scaled.scales
-    block_k = max(min(config["BLOCK_K"], scaled.group_columns or config["BLOCK_K"]), 2 * half)
+) -> tuple[tuple[torch.Tensor | None, ...], tuple[int, ...], dict[str, Any]]:
+    """(scales, zero points and scales of rows, strides of the first and the last, the kernel's constants and
+    configuration) for a weight with ``k`` columns."""
+    parts, constants, config = tile_reading(weight, scaled, config)
+    scales, _, row_scales = parts
     strides = (0, 0) if scales is None else (scales.stride(0), scales.stride(1))
-    constants: dict[str, Any] = {"GROUP_N": scaled.group_rows, "GROUP_K": scaled.group_columns, "HALF": half}
-    constants |= {"IN_PLACE": scales is not None and widens_in_place(weight.device), "FULL_K": k % block_k == 0}
-    return strides, constants, config | {"BLOCK_K": block_k}
+    of_rows = 0 if row_scales is None else row_scales.stride(0)
+    return parts, (*strides, of_rows), {**constants, **config, "FULL_K": k % config["BLOCK_K"] == 0}
 
 
 def launch_gate_up(
@@ -248,13 +272,13 @@ def launch_gate_up(
     w_gate_up, bias, scaled = experts.w_gate_up, experts.gate_up_bias, experts.scaled_gate_up
     i, n = h.shape[1], x.shape[1]
     num_blocks = blocks.table.shape[1]
-    of_scales, flags, config = _narrowed(w_gate_up, scaled, n, config)
+    parts, of_scales, flags = _narrowed(w_gate_up, scaled, n, config)
     tiles = triton.cdiv(i, config["BLOCK_N"] // 2)
     strides = (x.stride(0), *w_gate_up.stride()[:2], 0 if bias is None else bias.stride(0), *of_scales)
     flags = {**flags, "TOP_K": top_k, "ACT": experts.activation, "EVICT": evict, **dependent_launch(h.device)}
-    weights = w_gate_up, bias, scaled.scales, scaled.zeros
+    weights = w_gate_up, bias, *parts
     _gate_up_kernel[(num_blocks * tiles,)](
-        x, *weights, h, blocks.order, blocks.table, i, n, num_blocks, tiles, *strides, **flags, **config
+        x, *weights, h, blocks.order, blocks.table, i, n, num_blocks, tiles, *strides, **flags
     )
 
 
@@ -265,11 +289,11 @@ def launch_down(
     w_down, bias, scaled = experts.w_down, experts.down_bias, experts.scaled_down
     n, i = y.shape[1], h.shape[1]
     num_blocks = blocks.table.shape[1]
-    of_scales, flags, config = _narrowed(w_down, scaled, i, config)
+    parts, of_scales, flags = _narrowed(w_down, scaled, i, config)
     tiles = triton.cdiv(n, config["BLOCK_N"])
     strides = (*w_down.stride()[:2], 0 if bias is None else bias.stride(0), *of_scales)
     flags = {**flags, "EVICT": evict, **dependent_launch(h.device)}
-    weights = w_down, bias, scaled.scales, scaled.zeros
+    weights = w_down, bias, *parts
     _down_kernel[(num_blocks * tiles,)](
-        h, *weights, y, blocks.order, blocks.table, n, i, num_blocks, tiles, *strides, **flags, **config
+        h, *weights, y, blocks.order, blocks.table, n, i, num_blocks, tiles, *strides, **flags
     )
