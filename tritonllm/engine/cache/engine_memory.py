@@ -197,8 +197,8 @@ class EngineMemory:
         self._writer_of("load_weights").check(name, tensor)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Overwrite weights, one by one, under their checkpoint names. Each of several ranks is given whole tensors,
-        and writes its part.
+        """Overwrite weights, one by one, under the names of files or of transformers' memory. Each of several ranks is
+        given whole tensors, and writes its part.
 
         Returns:
             The names.
