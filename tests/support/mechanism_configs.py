@@ -5,6 +5,8 @@ Every size that decides how a kernel runs is the published one. Fields that chan
 
 from typing import Any
 
+from support.real_configs import DBRX
+
 _RMS = {"rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16"}
 _LAYER = {"layer_norm_eps": 1e-5, "tie_word_embeddings": False, "torch_dtype": "bfloat16"}
 
@@ -958,6 +960,78 @@ MORE_MECHANISMS: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 2.5,
         "rope_theta": 10000000.0,
         "sliding_window": None,
+        "pad_token_id": None,
+    },
+    # the published factors are measured numbers; ramps stand for them
+    "phi-3.5-moe (16 experts by SparseMixer, layer norms, biases, longrope)": {
+        **_RMS,
+        "architectures": ["PhiMoEForCausalLM"],
+        "model_type": "phimoe",
+        "vocab_size": 32064,
+        "hidden_size": 4096,
+        "intermediate_size": 6400,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "original_max_position_embeddings": 4096,
+        "num_local_experts": 16,
+        "num_experts_per_tok": 2,
+        "attention_bias": True,
+        "lm_head_bias": True,
+        "rope_theta": 10000.0,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0 + 2.0 * i / 63 for i in range(64)],
+            "long_factor": [1.0 + 63.0 * i / 63 for i in range(64)],
+            "short_mscale": 1.243163121016122,
+            "long_mscale": 1.243163121016122,
+            "original_max_position_embeddings": 4096,
+        },
+        "sliding_window": None,
+        "pad_token_id": None,
+    },
+    "dbrx (16 experts that lie one below the other, clipped queries, keys and values)": {**DBRX, "n_layers": 1},
+    "kolibri 1 (384 experts, weighed by sigmoids after the choice, four norms, windows that rotate)": {
+        **_RMS,
+        "architectures": ["Kolibri1ForCausalLM"],
+        "model_type": "kolibri1",
+        "vocab_size": 128000,
+        "hidden_size": 2560,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 48,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "max_position_embeddings": 262144,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_local_experts": 384,
+        "num_experts_per_tok": 6,
+        "sliding_window": 513,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rms_norm_eps": 1e-6,
+        "pad_token_id": None,
+    },
+    # that of ERNIE 4.5 VL 28B is the 21B
+    "ernie-4.5-vl-424b's text, 16 of its experts (8 chosen, none shared, 64 heads)": {
+        **_RMS,
+        "architectures": ["Ernie4_5_MoeForCausalLM"],
+        "model_type": "ernie4_5_moe",
+        "vocab_size": 103424,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rope_theta": 500000.0,
+        "moe_num_experts": 16,
+        "moe_k": 8,
+        "moe_intermediate_size": 3584,
+        "moe_num_shared_experts": 0,
+        "moe_layer_start_index": 1,
+        "moe_layer_interval": 1,
+        "use_bias": False,
         "pad_token_id": None,
     },
 }
