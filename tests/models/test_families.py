@@ -447,6 +447,7 @@ def test_bad_sizes(name, value):
             {"architectures": ["CohereCompassTextForSequenceClassification"], "pooling": "mean"},
             "pooling other than 'eos' is not supported, got 'mean'",
         ),
+        ("doge", {"is_moe": True}, "is_moe other than False is not supported, got True"),
         ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported"),
         ("gpt_bigcode", {"add_cross_attention": True}, "add_cross_attention=True is not supported"),
         ("llama", {"num_experts": 8}, "num_experts=8 is not supported"),
@@ -489,6 +490,12 @@ def test_weight_map_fills_each_parameter_once(family, stacked):
         assert place.shape == slot.own_shape
         place += 1
     assert all(bool((count == 1).all()) for count in times.values())
+
+
+def test_doge_sees_all_keys():
+    """Beyond its window a token would see those of the largest bias alone."""
+    assert spec_from_config(tiny_config("doge", keep_window_size=200)).max_position_embeddings == 200
+    assert spec_from_config(tiny_config("doge", keep_window_size=2048)).max_position_embeddings == 256
 
 
 @pytest.mark.parametrize("end", ["ForCausalLM", "Model", "ForSequenceClassification"])

@@ -67,7 +67,7 @@ def reference_model(config: dict[str, Any], *, seed: int = 0) -> PreTrainedModel
         centre = 0.0 if kind.startswith(minus_one) and not kind.startswith("Gemma4") else 1.0
         is_norm = "Norm" in kind
         for name, p in module.named_parameters(recurse=False):
-            if (is_norm and name == "weight") or kind == "Gemma4TextRouter":
+            if (is_norm and name == "weight") or kind == "Gemma4TextRouter" or name.endswith("_residual"):
                 p.data.normal_(centre, 0.2, generator=generator)
             else:
                 p.data.normal_(0.0, p.shape[-1] ** -0.5 if p.dim() >= 2 else 0.1, generator=generator)

@@ -159,7 +159,7 @@ def dummy_weights(model: Decoder, seed: int) -> None:
         if isinstance(module, Norm) and full.endswith(".weight"):
             if parameter is not None:
                 parameter.fill_(1.0 - module.spec.weight_offset)
-        elif full.endswith((".scalar", ".expert_scale")):
+        elif full.endswith((".scalar", ".expert_scale", "_residual")):
             if parameter is not None:
                 parameter.fill_(1.0)
         elif parameter is not None and split is None:

@@ -19,6 +19,7 @@ from tritonllm.models.families import (
     cohere_compass,
     cohere_moe,
     dbrx,
+    doge,
     ernie,
     exaone,
     experts,
@@ -53,7 +54,7 @@ from tritonllm.models.spec import ModelSpec
 Config = Mapping[str, Any]
 
 _DENSE = (llama, ministral, granite, apertus, olmo, exaone, internlm, gemma, nemotron, gpt, gpt_neo, starcoder, alibi)
-_OTHERS = (cohere_compass, nanochat, gemma4, waves)
+_OTHERS = (cohere_compass, nanochat, gemma4, waves, doge)
 _EXPERTS = (experts, sigmoid_experts, granite_moe, cohere_moe, llama4, aria, dbrx, laguna, kolibri, mimo, phimoe)
 _FILES = (*_DENSE, *_OTHERS, *_EXPERTS, ernie, hunyuan, bert)
 FAMILIES: dict[str, Family] = {name: family for file in _FILES for name, family in file.FAMILIES.items()}
