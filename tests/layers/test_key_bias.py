@@ -53,5 +53,5 @@ def test_what_it_does_not_go_with():
     for wrong in ({"scale": None}, {"values_are_keys": True}, {"value_size": 8}, {"clip_qkv": 1.0}, after):
         with pytest.raises(ValueError, match="key_bias is supported with a scale"):
             AttentionSpec(**{**sizes, **wrong})
-    with pytest.raises(ValueError, match="head_size must be a multiple of 8 from 16 to 512, got 520"):
+    with pytest.raises(ValueError, match="head_size must be a multiple of 8 from 16 to 512, got 528"):
         AttentionSpec(**{**sizes, "head_size": 512})

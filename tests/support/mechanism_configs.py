@@ -991,7 +991,7 @@ MORE_MECHANISMS: dict[str, dict[str, Any]] = {
         "sliding_window": None,
         "pad_token_id": None,
     },
-    "doge-320m (keys with a bias from the values, in heads of 136; blocks that multiply the stream)": {
+    "doge-320m (keys with a bias from the values, in heads of 144; blocks that multiply the stream)": {
         **_RMS,
         "architectures": ["DogeForCausalLM"],
         "model_type": "doge",
