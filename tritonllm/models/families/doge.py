@@ -18,9 +18,9 @@ from tritonllm.models.weight_names import WeightNames
 
 
 def _doge(config: ConfigReader) -> dict[str, Any]:
-    """Of longer sequences than ``keep_window_size`` a token would see the keys of the largest bias alone.
+    """Doge without experts: transformers chooses those of a token by the logits of others of its batch.
 
-    With experts, transformers chooses those of a token by the logits of another one of the batch.
+    Of sequences longer than ``keep_window_size`` a token would see the keys of the largest bias alone.
     """
     check_fixed(config, is_moe=(False,))
     size, norm, bias = head_size(config), rms_norm(config), config.flag("attention_bias")
