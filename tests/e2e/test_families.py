@@ -86,7 +86,5 @@ def test_transformers_in_the_place_of_a_family(tmp_path):
 
 def test_doge_ends_where_its_mask_would_hide_keys(tmp_path):
     write_checkpoint(tmp_path, tiny_config("doge", vocab_size=VOCAB_SIZE, keep_window_size=40))
-    with pytest.raises(
-        ValueError, match=r"max_model_len=41 is beyond .* keep_window_size, if that is less\), 40"
-    ):
+    with pytest.raises(ValueError, match=r"max_model_len=41 is beyond .* keep_window_size, if that is less\), 40"):
         LLM(str(tmp_path), skip_tokenizer_init=True, max_model_len=41)
