@@ -188,6 +188,7 @@ def test_options_reach_the_engine(llm):
     argv += " --max-num-seqs 3 --max-num-batched-tokens 77 --gpu-memory-utilization 0.5 --enforce-eager --compile"
     argv += " --kv-offloading-size 1.5 --kv-cache-dtype fp8"
     argv += " --no-prefix-caching --tokenizer t --revision r --load-format dummy --trust-remote-code --priority -2"
+    argv += " --model-impl transformers"
     llm.before_step = lambda: priorities.append(llm.requests["0"]["priority"])
     priorities = []
     assert main(argv.split(), make_llm=llm) == 0
@@ -209,6 +210,7 @@ def test_options_reach_the_engine(llm):
         "tokenizer": "t",
         "revision": "r",
         "load_format": "dummy",
+        "model_impl": "transformers",
         "trust_remote_code": True,
         "policy": "priority",
     }

@@ -36,6 +36,7 @@ def test_how_many_of_the_longest_requests_fit_at_once(blocks, tokens, length, ex
         (ModelConfig, {"device": "cuda:x"}, "device must be"),
         (ModelConfig, {"allow_nan": 1}, "allow_nan must be of type bool"),
         (ModelConfig, {"load_format": "gguf"}, "load_format must be one of auto, safetensors"),
+        (ModelConfig, {"model_impl": "terratorch"}, "model_impl must be one of auto, vllm, transformers"),
         (ModelConfig, {"max_model_len": 0}, "max_model_len must be an integer of at least 1"),
         (ModelConfig, {"max_model_len": 1.5}, "max_model_len"),
         (ModelConfig, {"max_model_len": True}, "max_model_len"),

@@ -10,6 +10,7 @@ from tritonllm.config.engine import (
     KV_CACHE_DTYPES,
     LOAD_FORMATS,
     LOGPROBS_MODES,
+    MODEL_IMPLS,
     NO_COMPILATION,
     STRUCTURED_OUTPUTS_BACKENDS,
 )
@@ -63,6 +64,10 @@ ENGINE: dict[str, dict[str, Any]] = {
     "load-format": {
         "choices": LOAD_FORMATS,
         "help": "which files (default: auto, safetensors before pt); dummy: random weights, when only speed matters",
+    },
+    "model-impl": {
+        "choices": MODEL_IMPLS,
+        "help": "what computes the model (default: auto, a family, and transformers where there is none)",
     },
     "max-model-len": {"type": int, "metavar": "N", "help": "most tokens of prompt and output together"},
     "block-size": {"type": int, "metavar": "N", "help": "tokens per block of a rank's KV cache (default: 16)"},

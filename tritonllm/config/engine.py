@@ -23,6 +23,7 @@ from tritonllm.config.vllm_arguments import translate
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 KV_CACHE_DTYPES = (*DTYPES, "fp8", "fp8_e4m3")
 LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
+MODEL_IMPLS = ("auto", "vllm", "transformers")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 POLICIES = ("fcfs", "priority")
 RUNNERS = ("auto", "generate", "pooling")
@@ -69,6 +70,8 @@ class ModelConfig:
         max_model_len: most tokens of prompt and output together; by default the model's own limit.
         load_format: ``safetensors`` files, ``pt`` (``pytorch_model*.bin``), ``auto`` for the first of them that is
             there; ``dummy`` fills the weights from ``seed`` instead of reading them.
+        model_impl: what computes the model: ``vllm``, as vLLM calls it, one of our families; ``transformers`` with our
+            attention; ``auto`` a family, and transformers where there is none.
         quantization: make the weights of the layers' products narrow when they are loaded: ``fp8`` (e4m3) or ``int8``,
             a byte an element with a scale for each row, or ``int4``, half a byte with a scale for each 128 columns of a
             row; activations, embeddings and the output projection keep ``dtype``. ``None`` leaves them as they are. Of
@@ -101,6 +104,7 @@ class ModelConfig:
     device: str = "auto"
     max_model_len: int | None = None
     load_format: str = "auto"
+    model_impl: Literal["auto", "vllm", "transformers"] = "auto"
     quantization: str | None = None
     allow_nan: bool = False
     seed: int = 0
@@ -119,6 +123,7 @@ class ModelConfig:
             raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
         one_of("dtype", self.dtype, DTYPES)
         one_of("load_format", self.load_format, LOAD_FORMATS)
+        one_of("model_impl", self.model_impl, MODEL_IMPLS)
         if self.quantization is not None:
             one_of("quantization", self.quantization, QUANTIZATIONS)
         one_of("runner", self.runner, RUNNERS)

@@ -77,7 +77,6 @@ class VllmEngine:
     worker_extension_cls: Any = None
     # the checkpoint
     task: Any = "auto"
-    model_impl: Any = "auto"
     config_format: Any = "auto"
     hf_config_path: Any = None
     hf_overrides: Any = None

@@ -88,7 +88,8 @@ class LayerTraits:
     """What of a layer decides its fusions.
 
     Attributes:
-        sequential: two blocks, one after the other, each with a norm before it and none after it.
+        sequential: two blocks, one after the other, each with a norm before it and none after it, which change the
+            stream by adding to it alone.
         rms: whether its norms are RMS norms; the kernels of products know no others.
         parallel: whether both blocks read the layer's input.
         begins_norms: whether it pays that its products begin norms and end them.

@@ -29,6 +29,7 @@ class EngineArgs(VllmEngine):
     device: str = "auto"
     max_model_len: int | None = None
     load_format: str = "auto"
+    model_impl: str = "auto"
     quantization: str | None = None
     allow_nan: bool = False
     seed: int | None = None

@@ -88,8 +88,8 @@ def length_limit(config: ModelConfig, spec: ModelFacts, modules: SentenceModules
         return min(spec.max_position_embeddings, trained or spec.max_position_embeddings)
     if config.max_model_len > spec.max_position_embeddings:
         raise ValueError(
-            f"max_model_len={config.max_model_len} is beyond the model's max_position_embeddings="
-            f"{spec.max_position_embeddings}: lower it, or set rope scaling in the model's config.json"
+            f"max_model_len={config.max_model_len} is beyond the model's max_position_embeddings (or keep_window_size, "
+            f"if that is less), {spec.max_position_embeddings}: lower it, or set rope scaling in config.json"
         )
     return config.max_model_len
 
