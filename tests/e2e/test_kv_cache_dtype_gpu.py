@@ -121,6 +121,19 @@ def test_nothing_compiles_after_ready(folder, dtype, options):
     assert llm.engine._runner.caches.dtype == torch.float8_e4m3fn
 
 
+def test_few_keys_have_their_own_captured_steps(folder):
+    """As many as of a 16-bit cache. Of two sequences the decodes up to 1,792 keys are short."""
+    prompts = [random_tokens(1770, 10000, seed=seed) for seed in (5, 6)]
+    graphs = []
+    for name in ("fp8", "auto"):
+        llm = make(folder, dtype="bfloat16", kv_cache_dtype=name)
+        want = token_ids(llm.generate(prompts, greedy(60), use_tqdm=False))
+        assert token_ids(llm.generate(prompts, greedy(60), use_tqdm=False)) == want
+        assert llm.engine.stats.compilations_after_ready == 0
+        graphs.append(llm.engine._runner.num_graphs)
+    assert graphs[0] == graphs[1] > 0
+
+
 def test_a_request_has_the_same_bits_alone_and_in_a_batch(folder):
     alone = make(folder, dtype="bfloat16", deterministic=True, enable_prefix_caching=False)
     want = [told(alone, [prompt])[0] for prompt in PROMPTS]

@@ -16,6 +16,8 @@ CASES = [
     (1, 8, 4, 80, 20, "heads", BF16, BF16),
     (1, 8, 2, 256, 0, None, BF16, BF16),
     (1, 16, 8, 128, 128, "head", BF16, FP8),
+    (1, 32, 8, 128, 128, None, FP16, FP8),
+    (1, 8, 4, 256, 256, "head", BF16, FP8),
     (300, 32, 8, 128, 128, None, BF16, BF16),  # not split
 ]
 
@@ -33,9 +35,8 @@ def launch(batch, heads, kv_heads, head_size, rotary, norm, dtype, cache_dtype, 
     fused_decode_attention(qkv, *pool, slots, tables, lens, *rope, workspace=workspace, settled=True, **options)
 
 
-def small(head_size, group, programs, cache_dtype, **_):
-    """The default takes another kernel for float8: what is converted takes registers of a second warp."""
-    return few_config(head_size, group, programs) | ({"num_warps": 2} if cache_dtype.startswith("float8") else {})
+def small(head_size, group, programs, **_):
+    return few_config(head_size, group, programs)
 
 
 @each_arch()

@@ -145,8 +145,7 @@ class ModelRunner:
 
     @property
     def _regimes(self) -> Regimes:
-        passed = self._config.deterministic and self.drafts.most  # attention wants a bound that the device cannot pass
-        if passed or self.caches.dtype != self._dtype:  # of a narrow cache's keys no kernel is for few
+        if self._config.deterministic and self.drafts.most:  # its attention wants a bound that the device cannot pass
             return Regimes(lambda sequences: 0, self._sizes.max_model_len)
         return Regimes(cache(self._model.short_keys), self._sizes.max_model_len)  # captured steps ask in each step
 
