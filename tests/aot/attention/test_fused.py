@@ -5,7 +5,8 @@ from tritonllm.kernels import fused_decode_attention
 from tritonllm.kernels.attention.portable.few import few_config
 from tritonllm.kernels.runtime import tuning
 
-BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+BF16, FP16 = torch.bfloat16, torch.float16
+FP8, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 CASES = [
     # batch, heads, kv heads, head size, rotary, norm, dtype, cache dtype
     (1, 16, 8, 128, 128, "head", BF16, BF16),
@@ -17,6 +18,7 @@ CASES = [
     (1, 8, 2, 256, 0, None, BF16, BF16),
     (1, 16, 8, 128, 128, "head", BF16, FP8),
     (1, 32, 8, 128, 128, None, FP16, FP8),
+    (1, 16, 8, 128, 128, "head", BF16, E5M2),
     (1, 8, 4, 256, 256, "head", BF16, FP8),
     (300, 32, 8, 128, 128, None, BF16, BF16),  # not split
 ]

@@ -3,7 +3,7 @@ from support.aot import assert_resources, compile_kernels, each_arch, has_float8
 
 from tritonllm.kernels import copy_blocks, store_kv
 
-FP8 = torch.float8_e4m3fn
+FP8, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 @each_arch()
@@ -14,6 +14,7 @@ def test_compiles(arch):
             (4096, 8, 128, torch.bfloat16),
             (4096, 3, 72, torch.bfloat16),
             (4096, 8, 128, FP8),
+            (4096, 8, 128, E5M2),
         ):
             if cache_dtype == FP8 and not has_float8(arch):  # no such conversion there: the launcher raises
                 continue

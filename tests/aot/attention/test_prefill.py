@@ -9,7 +9,8 @@ from tritonllm.kernels import varlen_prefill_attention
 from tritonllm.kernels.attention.prefill import shared_config
 from tritonllm.kernels.runtime import releases, tuning
 
-BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+FP8, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 CASES = [
     # heads, kv heads, head size, block size, dtype, cache dtype, longest sequence
     (14, 2, 64, 128, FP16, FP16, 512),  # a block holds whole tiles
@@ -18,6 +19,7 @@ CASES = [
     (8, 2, 512, 16, BF16, BF16, 512),
     (16, 8, 128, 16, FP32, FP32, 512),
     (32, 8, 128, 16, BF16, FP8, 512),
+    (32, 8, 128, 16, BF16, E5M2, 512),
 ]
 
 

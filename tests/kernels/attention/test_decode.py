@@ -274,6 +274,7 @@ def test_real_shapes(device, heads, kv_heads, head_size, block_size, lens, dtype
     check(make_problem(device, q_lens, lens, dtype=dtype, **shape))
     check(make_problem(device, q_lens, lens, dtype=dtype, **shape, window=400, sinks=True, softcap=30.0))
     check(make_problem(device, q_lens, lens, dtype=dtype, **shape, alibi_slopes=True, float8=True, k_scale="heads"))
+    check(make_problem(device, q_lens, lens, dtype=dtype, **shape, float8="e5m2"))
 
 
 @pytest.mark.gpu

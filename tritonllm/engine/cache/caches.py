@@ -12,7 +12,7 @@ from tritonllm.config.engine import EngineConfig
 from tritonllm.engine.cache.block_copies import BlockCopies
 from tritonllm.engine.cache.engine_memory import EngineMemory
 from tritonllm.engine.cache.host_copies import HostCopies, device_bytes
-from tritonllm.engine.cache.kv_cache import NARROW, block_bytes, cache_dtype, layers_of_pools, make_cache
+from tritonllm.engine.cache.kv_cache import SCALED, block_bytes, cache_dtype, layers_of_pools, make_cache
 from tritonllm.engine.cache.layer_copies import LayerCopies
 from tritonllm.engine.cache.layer_marks import Marks
 from tritonllm.engine.data.step import Step
@@ -61,8 +61,8 @@ class Caches:
         return self.dtype, [self._scales_of(model) for model in self.models]
 
     def _scales_of(self, model: CausalLM) -> Sequence[KVScales] | None:
-        """The checkpoint's scales, of which only a narrow cache makes use."""
-        return model.kv_scales if self.dtype is NARROW else None
+        """The checkpoint's scales, of which only a cache of e4m3 makes use."""
+        return model.kv_scales if self.dtype is SCALED else None
 
     @property
     def host_slots(self) -> int:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from tritonllm.kernels.attention.common import LOG2E, soft_cap, softmax_divisor, start_softmax
-from tritonllm.kernels.attention.kv_cache import inverse_scale
+from tritonllm.kernels.attention.kv_cache import inverse_scale, saturate
 from tritonllm.kernels.attention.portable.projection import load_norm, load_turns, prepare_new_heads
 from tritonllm.kernels.attention.portable.tile import (
     convert_where_loaded,
@@ -129,8 +129,8 @@ def attend_to_part(
     b_s = tl.dot(convert_where_loaded(b_k, b_q.dtype), b_q, input_precision="ieee")  # [N, C]
     rest = (b_scale, softcap, SCALED, FLAGS[6], slope_ptr is not None)
     b_far = b_key - (seq_len - 1)
-    b_v = convert_where_loaded(b_v, b_q.dtype)
-    b_acc, b_m, b_l = _weigh(b_acc, b_m, b_l, b_s, b_v, m_key, b_far, b_slope, *rest)
+    b_values = convert_where_loaded(b_v, b_q.dtype)
+    b_acc, b_m, b_l = _weigh(b_acc, b_m, b_l, b_s, b_values, m_key, b_far, b_slope, *rest)
     if lo < start:
         b_next_block = load_block_ids(p_table, lo, start, BLOCK_SIZE, BLOCK_N)
         for tile in tl.range(lo, start, BLOCK_N):
@@ -143,9 +143,8 @@ def attend_to_part(
             )
             b_s = tl.dot(convert_where_loaded(b_k, b_q.dtype), b_q, input_precision="ieee")
             b_far = b_key - (seq_len - 1)
-            b_acc, b_m, b_l = _weigh(
-                b_acc, b_m, b_l, b_s, convert_where_loaded(b_v, b_q.dtype), m_key, b_far, b_slope, *rest
-            )
+            b_values = convert_where_loaded(b_v, b_q.dtype)
+            b_acc, b_m, b_l = _weigh(b_acc, b_m, b_l, b_s, b_values, m_key, b_far, b_slope, *rest)
     b_divisor, b_lse = softmax_divisor(b_m, b_l)
     return b_acc * (v_factor / b_divisor)[None, :], b_lse, b_row
 
@@ -215,8 +214,8 @@ def attend_to_newest(
         )
         b_q = b_x
         if SCALED:
-            b_x *= k_inverse
-            b_v = b_v.to(tl.float32) * v_inverse
+            b_x = saturate(b_x * k_inverse, p_k.dtype.element_ty)
+            b_v = saturate(b_v.to(tl.float32) * v_inverse, p_v.dtype.element_ty)
         b_x = b_x.to(p_k.dtype.element_ty)
         b_v = b_v.to(p_v.dtype.element_ty)
         block = slot // BLOCK_SIZE

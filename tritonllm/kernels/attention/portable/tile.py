@@ -315,7 +315,9 @@ def attend(
         if not INSTEAD:
             b_k = load_rows(p_key, m_key, m_dim, MASKED, BLOCK_D != HEAD_SIZE).to(b_q.dtype)
         b_v = load_rows(p_value, m_key, m_dim, MASKED, BLOCK_D != HEAD_SIZE)
-        b_v = convert_where_loaded(b_v, b_q.dtype)
+        if INSTEAD:  # the tall tiles of prompts spill with it on sm_80 and sm_120
+            b_v = convert_where_loaded(b_v, b_q.dtype)
+        b_v = b_v.to(b_q.dtype)
 
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")  # [M, N]
         b_s = to_logits(*(b_s, b_factor, softcap, b_slope[:, None], b_key[None, :], b_pos[:, None], SOFTCAP, ALIBI))
