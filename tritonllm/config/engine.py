@@ -155,8 +155,8 @@ class CacheConfig:
             by a copy. ``None`` or 0: they are computed again. With the connector ``CudaIpc`` of the GPU's memory.
         kv_cache_dtype: the dtype of keys and values in the cache: ``auto``, or the model's dtype by its name; ``fp8``
             (``fp8_e4m3`` is the same) rounds them to a byte each, after a division by the checkpoint's scales if it has
-            some, so that the same memory holds twice the blocks of a 16-bit model. ``fp8_e5m2`` has a bit of mantissa less
-            and no scales, a range like float16's, and runs on GPUs that do not convert e4m3.
+            some, so that the same memory holds twice the blocks of a 16-bit model. ``fp8_e5m2`` rounds to a bit less
+            of mantissa, has the range of float16 and no scales, and runs on GPUs that do not convert e4m3.
     """
 
     block_size: int = 16

@@ -8,7 +8,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tritonllm.kernels.runtime.checks import aligned
 
-
 BYTES = {torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.int8}
 
 
