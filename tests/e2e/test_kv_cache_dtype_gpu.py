@@ -155,6 +155,16 @@ def test_results_are_those_of_rounded_keys_and_values(head_size):
     check_against(plain, tiny_llm(plain, dtype="float32", **E5M2), tokens, {}, dtype=torch.float8_e5m2)
 
 
+def test_scales_that_are_measured_at_the_start(folder):
+    """Steps are captured with the same ones that an engine without captured steps measures."""
+    plain = make(folder, calculate_kv_scales=True, enforce_eager=True, max_num_seqs=1, enable_prefix_caching=False)
+    llm = make(folder, calculate_kv_scales=True)
+    scales, others = ([view.divided_by for view in one.engine._runner.caches.views] for one in (llm, plain))
+    assert scales == others and any(scale != 1.0 for pair in scales for scale in pair)
+    check_equal(told(llm), told(plain))
+    assert llm.engine.stats.compilations_after_ready == 0
+
+
 @pytest.mark.parametrize("family", ["gpt_oss", "gemma2", "llama4_text", "gemma4_text", "mpt"])
 def test_layers_of_every_kind(family):
     """Sinks, windows, soft caps, chunks, layers that read the keys of others, ALiBi."""

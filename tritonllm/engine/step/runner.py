@@ -223,6 +223,8 @@ class ModelRunner:
             num_blocks: how many blocks the cache gets, at most what :meth:`fit_num_blocks` said.
             max_model_len: the longest sequence that may come, if that is less than before.
         """
+        if self._config.cache.calculate_kv_scales:  # by a prompt that does not depend on how many blocks fit
+            self.caches.measure_scales(self._group, self._sizes.max_model_len)
         self._sizes = dataclasses.replace(self._sizes, max_model_len=max_model_len)
         self.caches.allocate(num_blocks, self._memory)
         self.caches.add_tier()
