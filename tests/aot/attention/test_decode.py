@@ -38,7 +38,7 @@ def launch(batch, heads, kv_heads, head_size, block_size, dtype, cache_dtype, ap
 def test_compiles(arch):
     with compile_kernels(arch) as kernels:
         for case in CASES:
-            if case[-1] == FP8 and not has_float8(arch):  # no such conversion there: the launcher raises
+            if case[-1].itemsize == 1 and not has_float8(arch):
                 continue
             launch(*case)
         everything = {"sinks": torch.empty(32), "alibi_slopes": torch.empty(32), "window": 100, "softcap": 5.0}

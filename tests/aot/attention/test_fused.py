@@ -46,7 +46,7 @@ def test_compiles(arch):
     everything = {"sinks": torch.empty(16), "alibi_slopes": torch.empty(16), "window": 100, "softcap": 5.0}
     with compile_kernels(arch) as kernels, tuning.override("paged_decode_attention", small):
         for case in CASES:
-            if case[-1] == FP8 and not has_float8(arch):  # no such conversion there: the launcher raises
+            if case[-1].itemsize == 1 and not has_float8(arch):
                 continue
             launch(*case)
         launch(*CASES[0], **everything, interleaved=True, k_scale=torch.empty(8), v_scale=0.5, return_lse=True)

@@ -16,7 +16,7 @@ def test_compiles(arch):
             (4096, 8, 128, FP8),
             (4096, 8, 128, E5M2),
         ):
-            if cache_dtype == FP8 and not has_float8(arch):  # no such conversion there: the launcher raises
+            if cache_dtype.itemsize == 1 and not has_float8(arch):
                 continue
             k = torch.empty(tokens, kv_heads, head_size, dtype=torch.bfloat16)
             pool = torch.empty(4, 2, 16, kv_heads, head_size, dtype=cache_dtype)
