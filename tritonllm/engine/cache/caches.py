@@ -72,6 +72,8 @@ class Caches:
     def measure_scales(self, group: Group, most_tokens: int) -> None:
         """Find the scales of the model's keys and values, before :meth:`allocate`; all ranks of the group do."""
         self._measured = measured_scales(self.models[0], group, self._device, most_tokens)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # the blocks take all that is left
 
     @property
     def host_slots(self) -> int:
