@@ -51,7 +51,11 @@ def test_how_many_of_the_longest_requests_fit_at_once(blocks, tokens, length, ex
         (ModelConfig, {"download_dir": Path("x")}, "download_dir must be a folder"),
         (CacheConfig, {"block_size": 0}, "block_size must be an integer of at least 1"),
         (CacheConfig, {"block_size": 257}, "block_size must be at most 256"),
-        (CacheConfig, {"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype must be one of auto, .*, fp8, fp8_e4m3, got"),
+        (
+            CacheConfig,
+            {"kv_cache_dtype": "int8"},
+            "kv_cache_dtype must be one of auto, .*, fp8, fp8_e4m3, fp8_e5m2, got",
+        ),
         (CacheConfig, {"num_blocks": 0}, "num_blocks must be an integer of at least 1"),
         (CacheConfig, {"cpu_cache_bytes": 0}, "cpu_cache_bytes must be an integer of at least 1"),
         (CacheConfig, {"gpu_memory_utilization": 0.0}, r"gpu_memory_utilization must be in \(0, 1\]"),

@@ -107,6 +107,10 @@ ENGINE: dict[str, dict[str, Any]] = {
         "choices": KV_CACHE_DTYPES,
         "help": "of keys and values in the KV cache (default: auto, the model's); fp8: a byte each, see docs/engine.md",
     },
+    "calculate-kv-scales": {
+        "action": "store_true",
+        "help": "find scales for --kv-cache-dtype fp8 at the start, where the checkpoint has none, by a fixed prompt",
+    },
     "kv-transfer-config": {
         "metavar": "JSON",
         "help": "share the KV cache's blocks with other engines, with vLLM's keys, see docs/kv-transfer.md",
