@@ -1,6 +1,7 @@
 """Small integers that lie several to a byte or to a word."""
 
 import math
+from itertools import pairwise
 
 import torch
 
@@ -11,6 +12,16 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 def e2m1_values(device: torch.device) -> torch.Tensor:
     """``[16]`` float32: what the bits of a 4-bit float stand for."""
     return torch.tensor([*_MAGNITUDES, *(-m for m in _MAGNITUDES)], dtype=torch.float32, device=device)
+
+
+def e2m1_codes(values: torch.Tensor) -> torch.Tensor:
+    """uint8 from 0 to 15: the bits of the 4-bit float nearest to each value (float32), of two the even one, at most 6
+    in magnitude."""
+    between = torch.tensor([(a + b) / 2 for a, b in pairwise(_MAGNITUDES)], device=values.device)
+    sizes = values.abs()
+    below, above = (torch.bucketize(sizes, between, right=right) for right in (False, True))
+    codes = torch.where(below % 2 == 0, below, above)  # they differ where a value lies in the middle of two
+    return (codes + 8 * (values < 0)).to(torch.uint8)
 
 
 def nibbles(packed: torch.Tensor, *, high_first: bool = False) -> torch.Tensor:
@@ -41,3 +52,17 @@ def unpack(words: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
             value |= (words[:, word + 1] & ((1 << (bits - here)) - 1)) << here
         out[:, i] = value
     return out.flatten(0, 1).movedim(0, dim)
+
+
+def pack_words(numbers: torch.Tensor, bits: int) -> torch.Tensor:
+    """What :func:`unpack` makes integers of, along the last dimension.
+
+    Args:
+        numbers: uint8 ``[..., K]`` below ``2**bits``, that fill whole words.
+        bits: 1, 2, 4 or 8.
+
+    Returns:
+        int32 ``[..., K * bits / 32]``.
+    """
+    places = torch.arange(0, 32, bits, dtype=torch.int32, device=numbers.device)
+    return (numbers.unflatten(-1, (-1, len(places))).int() << places).sum(-1).int()
