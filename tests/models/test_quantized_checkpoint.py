@@ -17,7 +17,7 @@ from tritonllm.cli import main, quantize
 from tritonllm.demo import model_path
 from tritonllm.kernels import Groups, quantize_weight
 from tritonllm.models.deferred_weights import products_of_layers
-from tritonllm.models.formats.writing import TARGETS
+from tritonllm.models.formats.writing import WRITTEN
 from tritonllm.models.tensor_files import StoredTensor
 from tritonllm.models.tensor_writer import TensorWriter
 
@@ -134,6 +134,39 @@ def test_weights_with_rows_and_columns_the_other_way_round(tmp_path):
         assert torch.equal(module.held(own).data, wanted.data) and torch.equal(module.held(own).scales, wanted.scales)
 
 
+@pytest.mark.parametrize("images", [False, True])
+def test_experts_in_one_tensor_become_a_weight_each(tmp_path, images):
+    """Of a model of text, and of one with images, too, whose tensors lie turned and whose names begin otherwise."""
+    wide, config = tmp_path / "wide", tiny_config("qwen3_moe", num_hidden_layers=1)
+    wide.mkdir()
+    write_checkpoint(wide, config)
+    tensors = load_file(wide / "model.safetensors")
+    before = dict(load_decoder(wide).named_parameters())
+    stack_experts(tensors)
+    if images:
+        tensors = {name: t.mT.contiguous() if ".experts." in name else t for name, t in tensors.items()}
+        tensors = {name.replace("model.layers", "model.language_model.layers"): t for name, t in tensors.items()}
+        tensors["model.visual.blocks.0.attn.qkv.weight"] = torch.zeros(8, 8)
+        text = {**config, "model_type": "qwen3_vl_moe_text"}
+        config = {"architectures": ["Qwen3VLMoeForConditionalGeneration"], "model_type": "qwen3_vl_moe"}
+        config |= {"text_config": text, "vision_config": {}, "tie_word_embeddings": text["tie_word_embeddings"]}
+        (wide / "config.json").write_text(json.dumps(config))
+    save_file(tensors, wide / "model.safetensors")
+    quantize_checkpoint(wide, tmp_path / "out", "int8")
+    stem = "model.language_model" if images else "model"
+    assert f"{stem}.layers.0.mlp.experts.7.up_proj.weight_scale" in load_file(tmp_path / "out" / "model.safetensors")
+    said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
+    assert said == ["lm_head", f"{stem}.layers.0.mlp.gate", *(["model.visual.blocks.0.attn.qkv"] if images else [])]
+    model = kept(tmp_path / "out")
+    for name, module, own in products_of_layers(model):
+        each = [module.held(own)] if before[name].dim() == 2 else module.held(own).each()
+        for mine, weight in zip(each, before[name].view(-1, *before[name].shape[-2:]), strict=True):
+            wanted = quantize_weight(weight.data, "int8")
+            assert torch.equal(mine.data, wanted.data) and torch.equal(mine.scales, wanted.scales)
+    with pytest.raises(ValueError, match=r"ignore names some of the weights in .*gate_up_proj, which is one tensor"):
+        quantize_checkpoint(wide, tmp_path / "no", "int8", ignore=["re:.*experts.3.gate_proj"])
+
+
 @pytest.mark.parametrize("format", ["fp8", pytest.param("int8", marks=pytest.mark.long)])
 def test_an_engine_gives_the_tokens_of_the_same_weights(tmp_path, format):
     quantize_checkpoint(model_path(), tmp_path / "out", format)
@@ -144,7 +177,7 @@ def test_an_engine_gives_the_tokens_of_the_same_weights(tmp_path, format):
 
 
 @pytest.mark.skipif(not is_compressed_tensors_available(), reason="compressed-tensors is not installed")
-@pytest.mark.parametrize("format", TARGETS)
+@pytest.mark.parametrize("format", WRITTEN)
 def test_transformers_reads_the_same_weights(folders, tmp_path, format):
     from transformers import CompressedTensorsConfig
 
@@ -181,11 +214,8 @@ def test_refused_before_any_work(folders, tmp_path):
     with pytest.raises(ValueError, match=r"out: .* is the model's own folder"):
         quantize_checkpoint(source, source, "fp8", overwrite=True)
     stacked.mkdir()
-    write_checkpoint(stacked, tiny_config("qwen3_moe", num_hidden_layers=1))
-    tensors = load_file(stacked / "model.safetensors")
-    stack_experts(tensors)
-    save_file(tensors, stacked / "model.safetensors")
-    with pytest.raises(ValueError, match=r"gate_up_proj \[.*\] holds all experts of a layer"):
+    write_checkpoint(stacked, tiny_config("granitemoe", num_hidden_layers=1))
+    with pytest.raises(ValueError, match=r"tensor \S+ \[.*\] holds all experts of a layer, and there are no names"):
         quantize_checkpoint(stacked, out, "fp8")
     shutil.copytree(source, tmp_path / "part")
     next((tmp_path / "part").glob("*-00002-*.safetensors")).unlink()
@@ -229,7 +259,7 @@ def test_command(folders, tmp_path, capsys):
     out = tmp_path / "out"
     arguments = ["quantize", str(folders["qwen3"]), "-o", str(out)]
     assert main([*arguments, "--format", "w4a16", "--group-size", "64", "--ignore", "re:.*o_proj"]) == 0
-    assert capsys.readouterr().out.startswith(f"12 weights in w4a16 and 14 tensors as they were in {out}: ")
+    assert capsys.readouterr().out.startswith(f"12 weights in w4a16 and 13 tensors as they were in {out}: ")
     assert main([*arguments, "--format", "mxfp4"]) == 1
     assert "is not empty" in capsys.readouterr().err
     assert main([*arguments, "--format", "mxfp4", "--overwrite"]) == 0
@@ -237,7 +267,7 @@ def test_command(folders, tmp_path, capsys):
         with pytest.raises(SystemExit) as end:
             main([*arguments, *wrong])
         assert end.value.code == 2
-    assert tuple(TARGETS) == quantize.FORMATS
+    assert tuple(WRITTEN) == quantize.FORMATS
 
 
 def test_a_file_is_written_in_any_order(tmp_path):

@@ -49,10 +49,10 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
-    from tritonllm.models.quantized_checkpoint import quantize_checkpoint, target_of
+    from tritonllm.models.quantized_checkpoint import quantize_checkpoint, written_format
 
     try:
-        target_of(args.format, args.group_size)
+        written_format(args.format, args.group_size)
     except ValueError as error:
         args.wrong_usage(str(error))
     begin = time.monotonic()

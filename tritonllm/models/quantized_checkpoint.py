@@ -7,6 +7,7 @@ biases are copied. Everything is checked from headers before the first byte is w
 from mapped files to their places in the new ones, so beside these the process holds one tensor.
 """
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,15 +23,16 @@ from tritonllm.layers.linear import Embedding
 from tritonllm.models import checkpoint
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.deferred_weights import products_of_layers
-from tritonllm.models.families import is_supported, spec_from_config
+from tritonllm.models.families import is_supported, spec_from_config, weight_map
 from tritonllm.models.formats.compressed_tensors import is_target
 from tritonllm.models.formats.joining import join
 from tritonllm.models.formats.narrow_tensor import NarrowTensor
 from tritonllm.models.formats.registry import FIELD, format_in, stored_format
-from tritonllm.models.formats.writing import TARGETS, Target, narrow_parts, quantization_config
+from tritonllm.models.formats.writing import WRITTEN, WrittenFormat, narrow_parts, quantization_config
 from tritonllm.models.gguf.header import is_gguf
 from tritonllm.models.kv_scales import without_kv_scales
 from tritonllm.models.slots import Slot
+from tritonllm.models.spec import ModelSpec
 from tritonllm.models.tensor_files import FILES, StoredTensor, TensorFile, open_tensors, stored_tensors
 from tritonllm.models.tensor_writer import TensorWriter
 from tritonllm.models.weights import OUTPUTS, is_derived, slots_in_files
@@ -47,10 +49,10 @@ class Quantized:
     """What was written.
 
     Attributes:
-        folder: where.
+        folder: the new folder.
         narrow: how many weights are narrow.
         others: how many tensors were copied.
-        bytes_before, bytes_after: of all tensors, in the old files and the new.
+        bytes_before, bytes_after: the bytes of all tensors in the old files and in the new ones.
     """
 
     folder: Path
@@ -92,40 +94,40 @@ def quantize_checkpoint(
 
     Raises:
         ValueError: an argument that does not fit; weights that are narrow already; a model that runs through
-            transformers, or has all experts of a layer in one tensor; a file or tensor that is missing, left over or of
-            a wrong shape; columns that are not whole groups. Nothing has been written then. Last, values that are NaN
-            or infinite.
+            transformers; all experts of a layer in one tensor where there are no names for each; a file or tensor that
+            is missing, left over or of a wrong shape; columns that are not whole groups. Nothing has been written then.
+            Last, values that are NaN or infinite.
     """
-    target, size = target_of(format, group_size)
+    form, size = written_format(format, group_size)
     folder, out = checkpoint.resolve(str(model), revision), Path(out)
     config = _config_of(folder)
-    plan = _plan(folder, config, target, size, ignore)
+    plan = _plan(folder, config, form, size, ignore)
     _make_room(folder, out, overwrite)
     _copy_others(folder, out)
     before, after = _write_weights(plan, out, progress)
-    config = {**config, FIELD: quantization_config(target, size, plan.ignored)}
+    config = {**config, FIELD: quantization_config(form, size, plan.ignored)}
     (out / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    narrow = len(plan.narrow)
-    return Quantized(out, narrow, len(plan.stored) - narrow, before, after)
+    narrow = sum(map(len, plan.narrow.values()))
+    return Quantized(out, narrow, len(plan.stored) - len(plan.narrow), before, after)
 
 
-def target_of(format: str, group_size: int | None = None) -> tuple[Target, int]:
+def written_format(format: str, group_size: int | None = None) -> tuple[WrittenFormat, int]:
     """A format, and how many columns its groups have; arguments as of :func:`quantize_checkpoint`.
 
     Raises:
         ValueError: there is no such format, or it has no such groups.
     """
-    if format not in TARGETS:
-        raise ValueError(f"format must be one of {', '.join(TARGETS)}, got {format!r}")
-    target = TARGETS[format]
-    if group_size is None or group_size == target.group_size:
-        return target, target.group_size
-    if not target.other_sizes:
-        has = f"groups of {target.group_size} columns" if target.group_size else "a scale for each row"
+    if format not in WRITTEN:
+        raise ValueError(f"format must be one of {', '.join(WRITTEN)}, got {format!r}")
+    form = WRITTEN[format]
+    if group_size is None or group_size == form.group_size:
+        return form, form.group_size
+    if not form.other_sizes:
+        has = f"groups of {form.group_size} columns" if form.group_size else "a scale for each row"
         raise ValueError(f"group_size={group_size}: {format} has {has}: leave it out")
     if group_size not in GROUP_SIZES:
         raise ValueError(f"group_size must be one of {', '.join(map(str, GROUP_SIZES))}, got {group_size}")
-    return target, group_size
+    return form, group_size
 
 
 def _config_of(folder: Path) -> dict[str, Any]:
@@ -142,96 +144,167 @@ def _config_of(folder: Path) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _Matrix:
+    """A weight that becomes narrow, which is a stored tensor or, of one that holds all experts, a part.
+
+    Attributes:
+        module: what the new files call the module that it is of.
+        place: the place of the stored tensor in the model.
+        own: the place of the weight.
+    """
+
+    module: str
+    place: Slot
+    own: Slot
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """N and K."""
+        n, k = self.own.own_shape
+        return n, k
+
+    def read(self, file: TensorFile, name: str) -> torch.Tensor:
+        """The weight ``[N, K]``."""
+        if self.own is self.place:
+            tensor = file.get(name)
+            return tensor.mT if self.place.transposed else tensor
+        assert self.own.expert is not None
+        one, of_one = file.window(name, (self.own.expert,)), self.place.of_expert(self.own.expert)
+        rows = torch.empty(of_one.own_shape, dtype=one.dtype)
+        dataclasses.replace(of_one, expert=None, start=0).write(rows, one)
+        begin = self.own.start - self.place.start
+        return rows[begin : begin + self.size[0]]
+
+
+@dataclass(frozen=True)
+class _Rewriting:
     """What becomes of each tensor.
 
     Attributes:
         stored: all that is written, by name.
-        narrow: of these the ones that become narrow, each with its place in the model.
+        narrow: of these the ones that become narrow, each with the weights in it.
         ignored: the modules with matrices that do not.
-        target, group_size: how.
+        form, group_size: how weights become narrow.
     """
 
     stored: dict[str, StoredTensor]
-    narrow: Mapping[str, Slot]
+    narrow: Mapping[str, Sequence[_Matrix]]
     ignored: list[str]
-    target: Target
+    form: WrittenFormat
     group_size: int
 
     def headers_of(self, name: str) -> dict[str, StoredTensor]:
         """What is written of a tensor, by name."""
         if name not in self.narrow:
             return {name: self.stored[name]}
-        (n, k), module = _sizes(self.stored[name], self.narrow[name]), name.removesuffix(".weight")
-        return {f"{module}.{end}": header for end, header in self.target.headers(n, k, self.group_size).items()}
+        return {
+            f"{weight.module}.{end}": header
+            for weight in self.narrow[name]
+            for end, header in self.form.headers(*weight.size, self.group_size).items()
+        }
 
     def tensors_of(self, name: str, file: TensorFile) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors that :meth:`headers_of` announces."""
-        tensor = file.get(name)
         if name not in self.narrow:
-            yield name, tensor
+            yield name, file.get(name)
             return
-        module = name.removesuffix(".weight")
-        weight = tensor.mT if self.narrow[name].transposed else tensor
-        try:
-            parts = narrow_parts(weight, self.target, self.group_size)
-        except ValueError as error:
-            raise ValueError(f"{self.stored[name].path}: tensor {name}: {error}") from error
-        yield from ((f"{module}.{end}", part) for end, part in parts.items())
+        for weight in self.narrow[name]:
+            try:
+                parts = narrow_parts(weight.read(file, name), self.form, self.group_size)
+            except ValueError as error:
+                raise ValueError(f"{self.stored[name].path}: tensor {name}: {error}") from error
+            yield from ((f"{weight.module}.{end}", part) for end, part in parts.items())
 
 
-def _sizes(stored: StoredTensor, slot: Slot) -> tuple[int, int]:
-    """N and K of a weight."""
-    n, k = stored.shape
-    return (k, n) if slot.transposed else (n, k)
-
-
-def _plan(folder: Path, config: Mapping[str, Any], target: Target, group_size: int, ignore: Sequence[str]) -> _Plan:
-    every = stored_tensors(folder)
-    weights, _ = without_kv_scales(every)
-    joined = join(weights, format_in(folder))
-    if (found := next((name for name, tensor in joined.items() if isinstance(tensor, NarrowTensor)), None)) is not None:
-        raise ValueError(f"{folder}: {found} is narrow already ({joined[found].dtype}): give the model in 16 bits")
+def _plan(
+    folder: Path, config: Mapping[str, Any], form: WrittenFormat, group_size: int, ignore: Sequence[str]
+) -> _Rewriting:
+    stored = stored_tensors(folder)
+    joined = join(without_kv_scales(stored)[0], format_in(folder))
+    already = next((name for name, tensor in joined.items() if isinstance(tensor, NarrowTensor)), None)
+    if already is not None:
+        raise ValueError(f"{folder}: {already} is narrow already ({joined[already].dtype}): give the model in 16 bits")
+    stored = {name: tensor for name, tensor in stored.items() if not is_derived(name, tensor)}
     spec = spec_from_config(config)
     model = Decoder(spec, dtype=spec.dtype, device=torch.device("meta"), max_model_len=1)
     slots = slots_in_files(model, joined, f"{folder}: ")
     products = {name for name, _, _ in products_of_layers(model)}
-    of_products = {name: slot for name, slot in slots.items() if slot.parameter in products and len(slot.shape) > 1}
-    kept = {name for name in of_products if any(is_target(name.removesuffix(".weight"), one) for one in ignore)}
+    found = {
+        name: _matrices(name, stored[name], slot, spec)
+        for name, slot in slots.items()
+        if slot.parameter in products and len(slot.shape) > 1
+    }
+    every = [weight.module for weights in found.values() for weight in weights]
+    every += [name.rpartition(".")[0] for name in stored]
     for pattern in ignore:
-        if not any(is_target(name.removesuffix(".weight"), pattern) for name in every):
+        if not any(is_target(module, pattern) for module in every):
             raise ValueError(f"ignore={pattern!r} is no module of {folder}: give a name, or re: and an expression")
-    narrow = {name: slot for name, slot in of_products.items() if name not in kept}
+    narrow = {name: weights for name, weights in found.items() if not _all_ignored(name, weights, ignore)}
     if not narrow:
         raise ValueError(f"ignore leaves no weight of {folder} to make narrow")
-    stored = {name: tensor for name, tensor in every.items() if not is_derived(name, tensor)}
-    _check(narrow, stored, target, group_size)
+    _check_groups(narrow, form, group_size)
     tables = {f"{path}.weight" for path, module in model.named_modules() if isinstance(module, Embedding)}
     looked_up = {name for name, slot in slots.items() if slot.parameter in tables} - set(OUTPUTS)
     others = [name for name, tensor in stored.items() if name.endswith(".weight") and len(tensor.shape) == 2]
     ignored = {name.removesuffix(".weight") for name in others if name not in narrow and name not in looked_up}
-    return _Plan(stored, narrow, sorted(ignored | {OUTPUTS[0].removesuffix(".weight")}), target, group_size)
+    ignored |= {weight.module for name, weights in found.items() if name not in narrow for weight in weights}
+    return _Rewriting(stored, narrow, sorted(ignored | {OUTPUTS[0].removesuffix(".weight")}), form, group_size)
 
 
-def _check(narrow: Mapping[str, Slot], stored: Mapping[str, StoredTensor], target: Target, group_size: int) -> None:
-    """That every weight can be written as one of its own, in whole groups."""
-    columns = dict[str, int]()
-    for name, slot in narrow.items():
-        shape = list(stored[name].shape)
-        if len(shape) > 2 or slot.flat_experts or not name.endswith(".weight"):
-            raise ValueError(
-                f"tensor {name} {shape} holds all experts of a layer, and compressed-tensors has a weight for each: "
-                "give a checkpoint with experts one by one, as transformers writes them"
-            )
-        columns[name] = _sizes(stored[name], slot)[1]
-    bad = [name for name, k in columns.items() if group_size and k % group_size]
+def _matrices(name: str, stored: StoredTensor, place: Slot, spec: ModelSpec) -> list[_Matrix]:
+    """The weights in a tensor: itself, or those of all experts, called as where experts are stored one by one."""
+    if len(stored.shape) == 2 and not place.flat_experts and name.endswith(".weight"):
+        return [_Matrix(name.removesuffix(".weight"), place, place)]
+    slots, rows = weight_map(spec), range(place.start, place.start + place.own_shape[place.axis])
+    of_one = {
+        other: slot
+        for other, slot in slots.items()
+        if slot.parameter == place.parameter and slot.expert is not None and slot.start in rows and slot.order is None
+    }
+    if not of_one or len(stored.shape) != 3:
+        raise ValueError(
+            f"tensor {name} {list(stored.shape)} holds all experts of a layer, and there are no names here for each: "
+            "compressed-tensors needs them"
+        )
+    end = name.rpartition(".")[2]
+    alike = (other for other, slot in slots.items() if slot.parameter == place.parameter and other.endswith(end))
+    before, instead = _beginnings(next(alike), name)
+    modules = {other: instead + other.removeprefix(before).removesuffix(".weight") for other in of_one}
+    return [_Matrix(modules[other], place, slot) for other, slot in of_one.items()]
+
+
+def _beginnings(name: str, other: str) -> tuple[str, str]:
+    """What stands in two names before what is the same in both."""
+    parts, others = name.split("."), other.split(".")
+    while parts and others and parts[-1] == others[-1]:
+        parts, others = parts[:-1], others[:-1]
+    before, instead = ("".join(f"{part}." for part in each) for each in (parts, others))
+    return before, instead
+
+
+def _all_ignored(name: str, weights: Sequence[_Matrix], ignore: Sequence[str]) -> bool:
+    """Whether a tensor is left as it is.
+
+    Raises:
+        ValueError: a part of it would be.
+    """
+    kept = [any(is_target(weight.module, pattern) for pattern in ignore) for weight in weights]
+    if any(kept) and not all(kept):
+        raise ValueError(f"ignore names some of the weights in {name}, which is one tensor: name all or none")
+    return all(kept)
+
+
+def _check_groups(narrow: Mapping[str, Sequence[_Matrix]], form: WrittenFormat, group_size: int) -> None:
+    """That every weight has whole groups of columns."""
+    columns = {weight.module: weight.size[1] for weights in narrow.values() for weight in weights}
+    bad = [module for module, k in columns.items() if group_size and k % group_size]
     if not bad:
         return
     fits = [size for size in GROUP_SIZES if size < group_size and not any(k % size for k in columns.values())]
-    fix = f"group_size={fits[-1]}, or " if target.other_sizes and fits else ""
+    fix = f"group_size={fits[-1]}, or " if form.other_sizes and fits else ""
     raise ValueError(
-        f"tensor {bad[0]} has {columns[bad[0]]} columns, which are not whole groups of {group_size}: use {fix}fp8 or "
-        f"int8, or ignore={bad[0].removesuffix('.weight')!r}"
+        f"tensor {bad[0]}.weight has {columns[bad[0]]} columns, which are not whole groups of {group_size}: use {fix}"
+        f"fp8 or int8, or ignore={bad[0]!r}"
     )
 
 
@@ -262,7 +335,7 @@ def _copy_others(folder: Path, out: Path) -> None:
             shutil.copyfile(path, out / path.name)
 
 
-def _write_weights(plan: _Plan, out: Path, progress: bool | None) -> tuple[int, int]:
+def _write_weights(plan: _Rewriting, out: Path, progress: bool | None) -> tuple[int, int]:
     """Write all tensors, file by file as they are stored; how many bytes they had and have."""
     groups = [(path, list(names)) for path, names in groupby(plan.stored, key=lambda name: plan.stored[name].path)]
     index, single = FILES["safetensors"]

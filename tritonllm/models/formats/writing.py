@@ -45,20 +45,20 @@ def _floats4_of(weight: torch.Tensor, group_size: int) -> Parts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
+class WrittenFormat:
     """A format that is written.
 
     Attributes:
-        form: what compressed-tensors calls how the tensors lie.
+        layout: what compressed-tensors calls how the tensors lie.
         rows: makes rows of a weight ``[R, K]`` narrow: tensors ``[R, ...]``, by what follows the module's name.
         headers: the types and shapes of these, of a weight ``[N, K]`` with groups of so many columns.
         group_size: how many columns of a row share a scale, unless the user says otherwise; 0 for all of them.
-        other_sizes: whether the user may.
+        other_sizes: whether the user may choose another group size.
         weights: what the configuration says of weights, beside their groups.
         activations: what it says of activations; an engine that multiplies narrow numbers rounds these as it says.
     """
 
-    form: str
+    layout: str
     rows: Callable[[torch.Tensor, int], Parts]
     headers: Callable[[int, int, int], Headers]
     group_size: int = 0
@@ -95,31 +95,31 @@ def _tokens(kind: str) -> dict[str, Any]:
 
 
 _E8M0 = {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
-TARGETS = {
-    "fp8": Target(
-        form="float-quantized",
+WRITTEN = {
+    "fp8": WrittenFormat(
+        layout="float-quantized",
         rows=_bytes_of(FP8),
         headers=_of_elements("F8_E4M3"),
         weights={"num_bits": 8, "type": "float", "strategy": "channel"},
         activations=_tokens("float"),
     ),
-    "int8": Target(
-        form="int-quantized",
+    "int8": WrittenFormat(
+        layout="int-quantized",
         rows=_bytes_of(INT8),
         headers=_of_elements("I8"),
         weights={"num_bits": 8, "type": "int", "strategy": "channel"},
         activations=_tokens("int"),
     ),
-    "w4a16": Target(
-        form="pack-quantized",
+    "w4a16": WrittenFormat(
+        layout="pack-quantized",
         rows=_nibbles_of,
         headers=_of_words,
         group_size=128,
         other_sizes=True,
         weights={"num_bits": 4, "type": "int", "strategy": "group"},
     ),
-    "mxfp4": Target(
-        form="mxfp4-pack-quantized",
+    "mxfp4": WrittenFormat(
+        layout="mxfp4-pack-quantized",
         rows=_floats4_of,
         headers=_of_floats4,
         group_size=COLUMNS,
@@ -128,8 +128,8 @@ TARGETS = {
 }
 
 
-def narrow_parts(weight: torch.Tensor, target: Target, group_size: int) -> Parts:
-    """The tensors of a weight ``[N, K]``, by what follows the module's name, as :attr:`Target.headers` says.
+def narrow_parts(weight: torch.Tensor, form: WrittenFormat, group_size: int) -> Parts:
+    """The tensors of a weight ``[N, K]``, by what follows the module's name, as :attr:`WrittenFormat.headers` says.
 
     Args:
         weight: floating point, K in whole groups. It is made narrow some rows at a time.
@@ -139,32 +139,32 @@ def narrow_parts(weight: torch.Tensor, target: Target, group_size: int) -> Parts
     """
     n, k = weight.shape
     pieces = [
-        target.rows((rows.float() if rows.dtype == torch.float64 else rows).contiguous(), group_size)
+        form.rows((rows.float() if rows.dtype == torch.float64 else rows).contiguous(), group_size)
         for rows in weight.split(max(1, _PIECE // max(1, k)))
     ]
     parts = {end: torch.cat([piece[end] for piece in pieces]) for end in pieces[0]}
-    if "weight_shape" in target.headers(n, k, group_size):
+    if "weight_shape" in form.headers(n, k, group_size):
         parts["weight_shape"] = torch.tensor([n, k])
     return parts
 
 
-def quantization_config(target: Target, group_size: int, ignore: Iterable[str]) -> dict[str, Any]:
+def quantization_config(form: WrittenFormat, group_size: int, ignore: Iterable[str]) -> dict[str, Any]:
     """What ``config.json`` says of the weights.
 
     Args:
         ignore: modules whose weights are not narrow.
     """
-    weights = {**target.weights, "symmetric": True, "dynamic": False, "group_size": group_size or None}
+    weights = {**form.weights, "symmetric": True, "dynamic": False, "group_size": group_size or None}
     group = {
         "targets": ["Linear"],
-        "format": target.form,
+        "format": form.layout,
         "weights": weights,
-        "input_activations": None if target.activations is None else dict(target.activations),
+        "input_activations": None if form.activations is None else dict(form.activations),
         "output_activations": None,
     }
     return {
         "quant_method": NAME,
-        "format": target.form,
+        "format": form.layout,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
         "ignore": list(ignore),
