@@ -182,7 +182,7 @@ class _Rewriting:
 
     Attributes:
         stored: all that is written, by name.
-        narrow: of these the ones that become narrow, each with the weights in it.
+        narrow: the tensors that become narrow, each with the weights in it.
         ignored: the modules with matrices that do not.
         form, group_size: how weights become narrow.
     """

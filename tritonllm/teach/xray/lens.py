@@ -25,11 +25,14 @@ ATTENTION = "tritonllm.varlen_prefill_attention"
 
 
 @torch.inference_mode()
-def forward(model: Any, device: torch.device, token_ids: Sequence[int]) -> torch.Tensor:
-    """Hidden states ``[T, hidden]`` of one sequence, in a cache that is thrown away."""
+def forward(
+    model: Any, device: torch.device, token_ids: Sequence[int], *, cache_dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Hidden states ``[T, hidden]`` of one sequence, in a cache that is thrown away: of the model's dtype, or of
+    ``cache_dtype``."""
     count = len(token_ids)
     blocks = -(-count // BLOCK)
-    cache, _ = make_cache(model.spec, model.dtype, blocks, BLOCK, device)
+    cache, _ = make_cache(model.spec, cache_dtype or model.dtype, blocks, BLOCK, device)
     positions = torch.arange(count, device=device)
     metadata = AttentionMetadata(
         segments=Segments(chunk=Segment(1, count, count)),
