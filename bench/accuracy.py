@@ -35,7 +35,7 @@ import torch
 from autotune.revision import commit
 from bench import smollm2
 from bench.host import processor
-from bench.reports import RESULTS
+from bench.reports import RESULTS, markdown
 from bench.tables import accuracy
 from examples.demo_corpus import documents
 from tritonllm.demo import model_path
@@ -95,6 +95,24 @@ class Bounds:
             "perplexity": row["perplexity"] > self.perplexity * reference,
         }
         return [name for name, broken in found.items() if broken]
+
+
+# Of the demo model, which tests/engine/test_bench_accuracy.py holds against these.
+BOUNDS = {
+    "bfloat16": Bounds(kl=1e-4, agreement=0.97, perplexity=1.01),
+    "fp8": Bounds(kl=1e-4, agreement=0.97, perplexity=1.01),
+    "int8": Bounds(kl=2e-5, agreement=0.98, perplexity=1.01),
+    "w4a16": Bounds(kl=3e-3, agreement=0.93, perplexity=1.02),
+    "mxfp4": Bounds(kl=3e-3, agreement=0.93, perplexity=1.02),
+    FLOAT8_CACHE: Bounds(kl=1e-4, agreement=0.97, perplexity=1.01),
+}
+
+
+def bounds_table() -> str:
+    """The bounds in Markdown, as docs/models.md states them."""
+    head = ["format", "KL, nats, at most", "same most likely token, at least", "perplexity, at most"]
+    rows = [[name, f"{b.kl:g}", f"{b.agreement:.0%}", f"{b.perplexity:.2f} times"] for name, b in BOUNDS.items()]
+    return markdown(head, rows)
 
 
 def demo(tokens: int) -> Subject:
