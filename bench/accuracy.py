@@ -41,8 +41,8 @@ from examples.demo_corpus import documents
 from tritonllm.demo import model_path
 from tritonllm.models.formats.writing import WRITTEN
 from tritonllm.models.loading import load_model, read_spec
+from tritonllm.models.one_sequence import run_alone
 from tritonllm.models.quantized_checkpoint import quantize_checkpoint
-from tritonllm.teach.xray.lens import forward
 
 OUT = RESULTS / "accuracy"
 TEXT = Path(__file__).parent / "texts" / "alice.txt"
@@ -155,7 +155,7 @@ def logits_of(
         cache: the dtype of keys and values.
     """
     model = load_model(folder, read_spec(folder), dtype=dtype, device=device, max_model_len=WINDOW)
-    hidden = (forward(model, device, ids, cache_dtype=cache) for ids in sequences)
+    hidden = (run_alone(model, device, ids, cache_dtype=cache) for ids in sequences)
     return [model.compute_logits(states).float().cpu() for states in hidden]
 
 

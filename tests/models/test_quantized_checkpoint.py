@@ -270,6 +270,22 @@ def test_command(folders, tmp_path, capsys):
     assert tuple(WRITTEN) == quantize.FORMATS
 
 
+@pytest.mark.long
+def test_command_calibrates(tmp_path, capsys):
+    text, out = tmp_path / "text.txt", tmp_path / "out"
+    text.write_text(
+        "There was a fox named Snow. She lived with her mother in a den. What is 47 + 66? 47 + 66 = 113. " * 4
+    )
+    arguments = ["quantize", "-o", str(out), "--calibrate", str(text), "--group-size", "64"]
+    assert main([*arguments, "--format", "w4a16"]) == 0
+    (output,) = LLM(str(out), num_blocks=16).generate("What is 47 + 66?", greedy(4), use_tqdm=False)
+    assert output.outputs[0].text
+    for wrong in (["--format", "mxfp4"], ["--format", "w4a16", "--calibrate", str(tmp_path / "nowhere")]):
+        with pytest.raises(SystemExit) as end:
+            main([*arguments[:5], *wrong])
+        assert end.value.code == 2
+
+
 def test_a_file_is_written_in_any_order(tmp_path):
     """With elements of several sizes, an odd number of bytes and nothing at all; and never without a tensor."""
     tensors = {

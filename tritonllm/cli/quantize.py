@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 FORMATS = ("fp8", "int8", "w4a16", "mxfp4")
+CALIBRATED = "w4a16"
+WINDOW, MOST_TOKENS = 512, 8192  # of a sequence of the text, and of all
 DESCRIPTION = """\
 Write a model with narrow weights, as a folder in the format of compressed-tensors: the weights of the layers' products
 and experts; embeddings, the output projection, routers and norms stay as they are. Tensors go one at a time from file
@@ -43,6 +45,12 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         metavar="PATTERN",
         help="modules that keep their weights: a name, or re: and an expression; repeatable",
     )
+    parser.add_argument(
+        "--calibrate",
+        type=Path,
+        metavar="FILE",
+        help="of w4a16: a text on which the model runs, so that columns with large inputs become finer (AWQ)",
+    )
     parser.add_argument("--overwrite", action="store_true", help="write into a folder that is not empty")
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub id")
     return parser
@@ -53,7 +61,10 @@ def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
 
     try:
         written_format(args.format, args.group_size)
-    except ValueError as error:
+        if args.calibrate is not None and args.format != CALIBRATED:
+            raise ValueError(f"--calibrate is of {CALIBRATED}, and this is {args.format}: leave it out")
+        text = None if args.calibrate is None else args.calibrate.read_text(encoding="utf-8")
+    except (ValueError, OSError) as error:
         args.wrong_usage(str(error))
     begin = time.monotonic()
     done = quantize_checkpoint(
@@ -62,6 +73,7 @@ def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
         args.format,
         group_size=args.group_size,
         ignore=args.ignore,
+        calibrate=None if text is None else sequences_of(args.model, args.revision, text),
         overwrite=args.overwrite,
         revision=args.revision,
     )
@@ -70,3 +82,11 @@ def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
         f"{done.bytes_after:,} bytes, were {done.bytes_before:,}, {time.monotonic() - begin:.1f} s"
     )
     return 0
+
+
+def sequences_of(model: str, revision: str | None, text: str) -> list[list[int]]:
+    """The first tokens of a text, cut into sequences."""
+    from tritonllm.engine.text.tokenizer import load_tokenizer
+
+    ids = load_tokenizer(model, revision=revision).encode(text)[:MOST_TOKENS]
+    return [ids[begin : begin + WINDOW] for begin in range(0, len(ids), WINDOW)]

@@ -11,7 +11,7 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from tritonllm.layers.linear import Embedding
 from tritonllm.models import checkpoint
+from tritonllm.models.activation_aware import Rescaling, rescaling
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.deferred_weights import products_of_layers
 from tritonllm.models.families import is_supported, spec_from_config, weight_map
@@ -35,7 +36,7 @@ from tritonllm.models.slots import Slot
 from tritonllm.models.spec import ModelSpec
 from tritonllm.models.tensor_files import FILES, StoredTensor, TensorFile, open_tensors, stored_tensors
 from tritonllm.models.tensor_writer import TensorWriter
-from tritonllm.models.weights import OUTPUTS, is_derived, slots_in_files
+from tritonllm.models.weights import OUTPUTS, is_derived, load_weights, slots_in_files
 
 CONFIG = "config.json"
 GROUP_SIZES = tuple(1 << i for i in range(5, 13))
@@ -70,6 +71,7 @@ def quantize_checkpoint(
     *,
     group_size: int | None = None,
     ignore: Sequence[str] = (),
+    calibrate: Sequence[Sequence[int]] | None = None,
     overwrite: bool = False,
     revision: str | None = None,
     progress: bool | None = None,
@@ -88,6 +90,8 @@ def quantize_checkpoint(
             ``int8`` token by token; this one does not.
         group_size: columns of a group of ``w4a16``, a power of two from 32 to 4096; by default 128.
         ignore: modules that keep their weights: names, or behind ``re:`` regular expressions that names begin with.
+        calibrate: token ids of texts, on which the model runs, in float32 on the CPU, to scale weights of ``w4a16``
+            before they are rounded (:mod:`tritonllm.models.activation_aware`).
         overwrite: write into a folder that is not empty. Weights and ``config.json`` that are there are deleted first.
         revision: branch, tag or commit of a hub id.
         progress: show a bar; ``None`` shows it if the standard error is a terminal.
@@ -99,9 +103,13 @@ def quantize_checkpoint(
             Last, values that are NaN or infinite.
     """
     form, size = written_format(format, group_size)
+    if calibrate is not None and (form.rounded is None or not any(calibrate)):
+        raise ValueError(f"calibrate is of w4a16 and a text that is not empty, and this is {format}: leave it out")
     folder, out = checkpoint.resolve(str(model), revision), Path(out)
     config = _config_of(folder)
     plan = _plan(folder, config, form, size, ignore)
+    if calibrate is not None:
+        plan = _rescaled(plan, folder, calibrate)
     _make_room(folder, out, overwrite)
     _copy_others(folder, out)
     before, after = _write_weights(plan, out, progress)
@@ -185,6 +193,8 @@ class _Rewriting:
         narrow: the tensors that become narrow, each with the weights in it.
         ignored: the modules with matrices that do not.
         form, group_size: how weights become narrow.
+        slots: the place of each tensor in the model.
+        rescaled: other values of the model's parameters.
     """
 
     stored: dict[str, StoredTensor]
@@ -192,6 +202,8 @@ class _Rewriting:
     ignored: list[str]
     form: WrittenFormat
     group_size: int
+    slots: Mapping[str, Slot]
+    rescaled: Rescaling = field(default_factory=Rescaling)
 
     def headers_of(self, name: str) -> dict[str, StoredTensor]:
         """What is written of a tensor, by name."""
@@ -206,14 +218,26 @@ class _Rewriting:
     def tensors_of(self, name: str, file: TensorFile) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors that :meth:`headers_of` announces."""
         if name not in self.narrow:
-            yield name, file.get(name)
+            yield name, self._kept(name, file.get(name))
             return
         for weight in self.narrow[name]:
             try:
-                parts = narrow_parts(weight.read(file, name), self.form, self.group_size)
+                rows = self.rescaled.of_rows(weight.own.parameter, weight.read(file, name), weight.own.start)
+                parts = narrow_parts(rows, self.form, self.group_size)
             except ValueError as error:
                 raise ValueError(f"{self.stored[name].path}: tensor {name}: {error}") from error
             yield from ((f"{weight.module}.{end}", part) for end, part in parts.items())
+
+    def _kept(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor that does not become narrow, as it is from here on."""
+        slot = self.slots.get(name)
+        if slot is None or slot.parameter not in self.rescaled.touched:
+            return tensor
+        if tensor.dim() == 1:
+            values = self.rescaled.vectors[slot.parameter][slot.start : slot.start + len(tensor)]
+            return (values - slot.minus).to(tensor.dtype)
+        rows = self.rescaled.of_rows(slot.parameter, tensor.mT if slot.transposed else tensor, slot.start)
+        return (rows.mT if slot.transposed else rows).to(tensor.dtype)
 
 
 def _plan(
@@ -248,7 +272,24 @@ def _plan(
     others = [name for name, tensor in stored.items() if name.endswith(".weight") and len(tensor.shape) == 2]
     ignored = {name.removesuffix(".weight") for name in others if name not in narrow and name not in looked_up}
     ignored |= {weight.module for name, weights in found.items() if name not in narrow for weight in weights}
-    return _Rewriting(stored, narrow, sorted(ignored | {OUTPUTS[0].removesuffix(".weight")}), form, group_size)
+    return _Rewriting(stored, narrow, sorted(ignored | {OUTPUTS[0].removesuffix(".weight")}), form, group_size, slots)
+
+
+def _rescaled(plan: _Rewriting, folder: Path, sequences: Sequence[Sequence[int]]) -> _Rewriting:
+    """The plan with the model's parameters scaled by what they meet in texts."""
+    spec = spec_from_config(checkpoint.read_config(folder))
+    longest = max(map(len, sequences))
+    model = Decoder(spec, dtype=torch.float32, device=torch.device("cpu"), max_model_len=longest)
+    load_weights(model, folder)
+    rounded = plan.form.rounded
+    assert rounded is not None
+    found = rescaling(model, sequences, lambda weight: rounded(weight, plan.group_size), spec.dtype)
+    for name, slot in plan.slots.items():
+        if slot.parameter in found.touched and slot.order is not None:
+            raise ValueError(
+                f"calibrate: tensor {name} has its rows in another order, which is not scaled: leave it out"
+            )
+    return dataclasses.replace(plan, rescaled=found)
 
 
 def _matrices(name: str, stored: StoredTensor, place: Slot, spec: ModelSpec) -> list[_Matrix]:

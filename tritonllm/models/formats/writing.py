@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tritonllm.kernels import quantize_weight
+from tritonllm.kernels import quantize_weight, widen_weight
 from tritonllm.kernels.dense.narrow import unpack_nibbles
 from tritonllm.kernels.dense.weight import FP8, INT4, INT8, Groups
 from tritonllm.models.formats.bits import pack_words
@@ -40,6 +40,10 @@ def _nibbles_of(weight: torch.Tensor, group_size: int) -> Parts:
     return {"weight_packed": pack_words(unpack_nibbles(narrow.data, groups), 4), "weight_scale": narrow.scales}
 
 
+def _rounded_to_nibbles(weight: torch.Tensor, group_size: int) -> torch.Tensor:
+    return widen_weight(quantize_weight(weight, INT4, Groups(1, group_size)), torch.float32)
+
+
 def _floats4_of(weight: torch.Tensor, group_size: int) -> Parts:
     return dict(zip(("weight_packed", "weight_scale"), quantize_mxfp4(weight), strict=True))
 
@@ -56,6 +60,8 @@ class WrittenFormat:
         other_sizes: whether the user may choose another group size.
         weights: what the configuration says of weights, beside their groups.
         activations: what it says of activations; an engine that multiplies narrow numbers rounds these as it says.
+        rounded: what a weight ``[N, K]`` is when it is read again, float32; ``None`` for formats of bytes and of
+            floats, whose numbers get no finer where a column is scaled (:mod:`tritonllm.models.activation_aware`).
     """
 
     layout: str
@@ -65,6 +71,7 @@ class WrittenFormat:
     other_sizes: bool = False
     weights: Mapping[str, Any]
     activations: Mapping[str, Any] | None = None
+    rounded: Callable[[torch.Tensor, int], torch.Tensor] | None = None
 
 
 def _of_elements(code: str) -> Callable[[int, int, int], Headers]:
@@ -117,6 +124,7 @@ WRITTEN = {
         group_size=128,
         other_sizes=True,
         weights={"num_bits": 4, "type": "int", "strategy": "group"},
+        rounded=_rounded_to_nibbles,
     ),
     "mxfp4": WrittenFormat(
         layout="mxfp4-pack-quantized",
