@@ -24,10 +24,8 @@ def run_alone(
     """
     count, dtype = len(token_ids), cache_dtype or model.dtype
     blocks = -(-count // BLOCK)
-    caches = [
-        KVCacheView(*(torch.zeros(blocks, BLOCK, *shape, dtype=dtype, device=device) for _ in "kv"))
-        for shape in model.spec.caches
-    ]
+    both = [torch.zeros(2, blocks, BLOCK, *shape, dtype=dtype, device=device) for shape in model.spec.caches]
+    caches = [KVCacheView(k, v) for k, v in both]
     positions = torch.arange(count, device=device)
     metadata = AttentionMetadata(
         segments=Segments(chunk=Segment(1, count, count)),
