@@ -46,10 +46,12 @@ from tritonllm.models.quantized_checkpoint import quantize_checkpoint
 
 OUT = RESULTS / "accuracy"
 TEXT = Path(__file__).parent / "texts" / "alice.txt"
+DOCS = Path(__file__).parents[1] / "docs"
 WINDOW = 512  # tokens of a sequence
 GROUP_SIZE = 64  # of w4a16: rows of neither model are whole groups of 128
 FLOAT8_CACHE = "fp8 cache"
-FORMATS = ("bfloat16", *WRITTEN, FLOAT8_CACHE)
+CALIBRATED, CALIBRATION_TOKENS = "w4a16 calibrated", 4096  # on other texts than those that are measured
+FORMATS = ("bfloat16", *WRITTEN, CALIBRATED, FLOAT8_CACHE)
 
 
 @dataclass(frozen=True)
@@ -61,12 +63,14 @@ class Subject:
         folder: where it is.
         text: what tables call the text.
         sequences: the token ids of the text, each sequence by itself.
+        others: those of texts on which it is calibrated.
     """
 
     name: str
     folder: Path
     text: str
     sequences: list[list[int]]
+    others: list[list[int]]
 
     @property
     def tokens(self) -> int:
@@ -104,6 +108,7 @@ BOUNDS = {
     "int8": Bounds(kl=2e-5, agreement=0.98, perplexity=1.01),
     "w4a16": Bounds(kl=3e-3, agreement=0.93, perplexity=1.02),
     "mxfp4": Bounds(kl=3e-3, agreement=0.93, perplexity=1.02),
+    CALIBRATED: Bounds(kl=3e-3, agreement=0.93, perplexity=1.02),
     FLOAT8_CACHE: Bounds(kl=1e-4, agreement=0.97, perplexity=1.01),
 }
 
@@ -118,24 +123,32 @@ def bounds_table() -> str:
 def demo(tokens: int) -> Subject:
     """The demo model, and documents of the shard of its corpus that training leaves out."""
     tokenizer = _tokenizer(model_path())
-    sequences: list[list[int]] = []
-    for _, text in documents(0, 0, tokens):  # each has many tokens
-        if sum(map(len, sequences)) >= tokens:
-            break
-        sequences.append(tokenizer(text).input_ids[:WINDOW])
-    return Subject("demo", model_path(), "documents that training left out", sequences)
+    texts = (tokenizer(text).input_ids[:WINDOW] for _, text in documents(0, 0, tokens + CALIBRATION_TOKENS))
+    found: list[list[list[int]]] = []
+    for count in (tokens, CALIBRATION_TOKENS):  # a document has many tokens
+        found.append([])
+        while sum(map(len, found[-1])) < count:
+            found[-1].append(next(texts))
+    return Subject("demo", model_path(), "documents that training left out", *found)
 
 
 def published(tokens: int) -> Subject:
-    """SmolLM2, and prose.
+    """SmolLM2, and prose; it is calibrated on pages of docs/.
 
     Raises:
         ModuleNotFoundError: a package is not installed.
     """
     folder = smollm2.folder()
-    ids = _tokenizer(folder)(TEXT.read_text(encoding="utf-8")).input_ids[:tokens]
-    sequences = [ids[begin : begin + WINDOW] for begin in range(0, len(ids), WINDOW)]
-    return Subject("SmolLM2-135M-Instruct", folder, TEXT.name, sequences)
+    tokenizer = _tokenizer(folder)
+    pages = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("teach.md", "operations.md"))
+    read, others = (
+        [ids[begin : begin + WINDOW] for begin in range(0, len(ids), WINDOW)]
+        for ids in (
+            tokenizer(TEXT.read_text(encoding="utf-8")).input_ids[:tokens],
+            tokenizer(pages).input_ids[:CALIBRATION_TOKENS],
+        )
+    )
+    return Subject("SmolLM2-135M-Instruct", folder, TEXT.name, read, others)
 
 
 def _tokenizer(folder: Path) -> Any:
@@ -201,10 +214,11 @@ def rows_of(
     for format in formats:
         with tempfile.TemporaryDirectory() as scratch:
             folder, size, how = subject.folder, None, dtype
-            if format in WRITTEN:
+            written, texts = format.removesuffix(" calibrated"), subject.others if format == CALIBRATED else None
+            if written in WRITTEN:
                 folder = Path(scratch) / "narrow"
-                size = GROUP_SIZE if WRITTEN[format].other_sizes else None
-                quantize_checkpoint(subject.folder, folder, format, group_size=size, progress=False)
+                size = GROUP_SIZE if WRITTEN[written].other_sizes else None
+                quantize_checkpoint(subject.folder, folder, written, group_size=size, calibrate=texts, progress=False)
             elif format != FLOAT8_CACHE:
                 how = getattr(torch, format)
             cache = torch.float8_e4m3fn if format == FLOAT8_CACHE else how

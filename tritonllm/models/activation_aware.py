@@ -25,7 +25,7 @@ from tritonllm.models.decoder_layer import DecoderLayer
 from tritonllm.models.one_sequence import run_alone
 
 STEPS = 20  # values of alpha
-ROWS = 256  # inputs of a product that the search multiplies
+ROWS, OUTPUTS = 256, 1024  # of a product the inputs and the rows of its weight that the search multiplies
 _LEAST = 1e-4
 Rounded = Callable[[torch.Tensor], torch.Tensor]
 
@@ -195,7 +195,7 @@ class _Search:
         Returns:
             ``share``, with 1 in the second dimension if there are several.
         """
-        met, weight = self.inputs[name], product.weight.float()
+        met, weight = self.inputs[name], product.weight[:: -(-len(product.weight) // OUTPUTS)].float()
         means = met.mean.view(share)
         means = means.mean(1, keepdim=True) if len(share) > 1 else means
         wanted, best, least = met.rows @ weight.mT, torch.ones_like(means), torch.inf
