@@ -76,6 +76,11 @@ class DecoderLayer(nn.Module):
         self._spec, self._partial = spec, group.size > 1
 
     @property
+    def norms_blocks(self) -> bool:
+        """Whether a norm before a block is of that block's input alone."""
+        return self._spec.norm_position in ("pre", "sandwich") and not self.one_norm
+
+    @property
     def traits(self) -> LayerTraits:
         """What of the layer, with the weights that it has now, decides its fusions."""
         attention, mlp, spec = self.attention, self.mlp, self._spec

@@ -40,7 +40,7 @@ from tritonllm.models.text_part import names_in_files
 
 Stored = StoredTensor | NarrowTensor
 # What architectures call the output projection; with tied embeddings it may be stored all the same.
-_OUTPUTS = ("lm_head.weight", "embed_out.weight", "output.weight", "output_projection.weight")
+OUTPUTS = ("lm_head.weight", "embed_out.weight", "output.weight", "output_projection.weight")
 # Buffers of old checkpoints that follow from the configuration: rotary frequencies and causal masks.
 _DERIVED = re.compile(
     r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.masked_bias|embeddings\.(position|token_type)_ids)$"
@@ -263,8 +263,24 @@ def _places(model: Decoder) -> tuple[dict[str, Slot], list[str], list[str]]:
     slots = weight_map(model.whole)
     _check_map(model, slots)
     tables = [name for name, slot in slots.items() if slot.parameter == "embed.weight"]
-    outputs = [name for name in _OUTPUTS if name not in slots] if model.spec.tie_word_embeddings else []
+    outputs = [name for name in OUTPUTS if name not in slots] if model.spec.tie_word_embeddings else []
     return {**slots, **dict.fromkeys(outputs, slots[tables[0]])}, tables, outputs
+
+
+def slots_in_files(model: Decoder, stored: Mapping[str, Stored], where: str) -> dict[str, Slot]:
+    """The place of each tensor of a checkpoint that the model has, by the checkpoint's names, in its order. Left out is
+    what a checkpoint may have and the model has not: buffers that follow from the configuration, other models' layers,
+    and an output projection that is the embeddings.
+
+    Args:
+        model: may be on a meta device.
+        stored: the checkpoint's weights, without scales of the cache.
+        where: begins messages that are not about one file.
+
+    Raises:
+        ValueError: a tensor missing, left over, there twice, or of a wrong shape or type; the message names it.
+    """
+    return _plan(model, stored, where).slots
 
 
 class WeightWriter:
@@ -405,7 +421,7 @@ def _check_complete(slots: Mapping[str, Slot], home: Mapping[str, str], where: s
     if not missing:
         return
     others = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-    if missing[0] in _OUTPUTS and not others:
+    if missing[0] in OUTPUTS and not others:
         why = (
             "if the model uses its embeddings as output projection, set tie_word_embeddings to true in config.json; "
             "else the files are incomplete"

@@ -7,6 +7,8 @@ DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024); four bits in groups of a row
 of four bits: OCP Microscaling Formats (MX) Specification v1.0 (2023), section 5.3.3.
 """
 
+from itertools import pairwise
+
 import torch
 import triton
 import triton.language as tl
@@ -94,7 +96,7 @@ def quantize_weight(
     if format == INT4:
         return Weight(pack_nibbles((numbers.round() + ZERO).to(torch.uint8), groups), scales, format, groups)
     if format == FP4:
-        return Weight(pack_nibbles(_codes(numbers), groups), _stored(scales, format), format, groups)
+        return Weight(pack_nibbles(e2m1_codes(numbers), groups), _stored(scales, format), format, groups)
     return Weight((numbers.round() if format == INT8 else numbers).to(NARROW[format]), scales, format, groups)
 
 
@@ -111,11 +113,13 @@ def aligned(scales: torch.Tensor) -> torch.Tensor:
     return bytes_.copy_(scales.view(torch.uint8)).view(scales.dtype)
 
 
-def _codes(numbers: torch.Tensor) -> torch.Tensor:
-    """The nearest E2M1 of each number, as uint8 from 0 to 15."""
-    magnitudes = torch.tensor(MAGNITUDES, device=numbers.device)
-    code = torch.bucketize(numbers.abs(), (magnitudes[1:] + magnitudes[:-1]) / 2)
-    return torch.where(numbers.signbit(), code + 8, code).to(torch.uint8)
+def e2m1_codes(numbers: torch.Tensor) -> torch.Tensor:
+    """The nearest E2M1 of each number (float32), of two the even one, as uint8 from 0 to 15; beyond 6 that of 6."""
+    between = torch.tensor([(a + b) / 2 for a, b in pairwise(MAGNITUDES)], device=numbers.device)
+    sizes = numbers.abs()
+    below, above = (torch.bucketize(sizes, between, right=right) for right in (False, True))
+    codes = torch.where(below % 2 == 0, below, above)  # they differ where a number lies in the middle of two
+    return (codes + 8 * (numbers < 0)).to(torch.uint8)
 
 
 def e2m1_values(device: torch.device) -> torch.Tensor:

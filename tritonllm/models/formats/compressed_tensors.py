@@ -90,10 +90,10 @@ class CompressedTensors:
         return f"{stem}.weight", _weight(name, tensor, headers, stem, rule, shape, packing)
 
     def _rule(self, name: str, tensor: StoredTensor, module: str) -> _Rule:
-        if any(_is_target(module, target) for target in self.ignore):
+        if any(is_target(module, target) for target in self.ignore):
             raise bad(tensor, name, f"is narrow, but {_WHERE} ignores {module}")
         exact = lambda target: target == module  # noqa: E731
-        pattern = lambda target: target.startswith("re:") and _is_target(module, target)  # noqa: E731
+        pattern = lambda target: target.startswith("re:") and is_target(module, target)  # noqa: E731
         for fits in (exact, pattern, lambda target: target == "Linear"):
             for rule in self.rules:
                 if any(map(fits, rule.targets)):
@@ -103,7 +103,9 @@ class CompressedTensors:
         return self.rules[0]
 
 
-def _is_target(module: str, target: str) -> bool:
+def is_target(module: str, target: str) -> bool:
+    """Whether a target, spelled as in a ``quantization_config``, is this module: its name, or behind ``re:`` a regular
+    expression that its name begins with."""
     return bool(re.match(target[3:], module)) if target.startswith("re:") else target == module
 
 
