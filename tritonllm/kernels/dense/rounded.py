@@ -15,9 +15,7 @@ import triton
 from tritonllm.kernels.dense.arguments import Fused, Operands, Scaled
 from tritonllm.kernels.dense.choice import MANY, default_rounded_config
 from tritonllm.kernels.dense.portable.tiles import launch_tiles
-from tritonllm.kernels.elementwise.arguments import NormOptions
-from tritonllm.kernels.elementwise.norm import MAX_BLOCK, normalize, quantize_normalized
-from tritonllm.kernels.elementwise.quantized import quantize_rows
+from tritonllm.kernels.elementwise import NormOptions, round_rows
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch
 from tritonllm.kernels.runtime.float8 import quantize_reference
@@ -28,18 +26,6 @@ GATED_ROUNDED = Variants(
     Variant("gated", "dense/sm90/gated.py", (90,), "rounded_fits", "rounded_pays"),
     Variant("torch", "dense/rounded.py"),
 )
-
-
-def round_rows(
-    x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float, norm_offset: float, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(q[M, K], scale[M])`` of rows ``x[M, K]``, or of their RMS norm: one launch, but for a norm of long rows."""
-    if norm_weight is None:
-        return quantize_rows(x, dtype)
-    norm = NormOptions(norm_weight, None, eps, norm_offset)
-    if x.shape[1] <= MAX_BLOCK:
-        return quantize_normalized(x, norm, dtype)
-    return quantize_rows(normalize(x, norm), dtype)
 
 
 def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -69,7 +55,8 @@ def launch_rounded(
     x, weight, bias, norm_weight, out, _ = operands
     (m, k), n = x.shape, len(weight)
     if scaled.of_rows is None:
-        q, row_scales = round_rows(x, norm_weight, fused.eps, fused.norm_offset, weight.dtype)
+        norm = None if norm_weight is None else NormOptions(norm_weight, None, fused.eps, fused.norm_offset)
+        q, row_scales = round_rows(x, norm, weight.dtype)
     else:
         assert norm_weight is None
         q, row_scales = x, scaled.of_rows

@@ -114,6 +114,17 @@ def quantize_rows(x: torch.Tensor, dtype: torch.dtype = DTYPE) -> tuple[torch.Te
 quantize_rows_ref = with_reference(quantize_rows)
 
 
+def round_rows(
+    x: torch.Tensor, norm_of: norm.NormOptions | None, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(q[M, K], scale[M])`` of rows ``x[M, K]``, or of their norm: one launch, but for a norm of long rows."""
+    if norm_of is None:
+        return quantize_rows(x, dtype)
+    if x.shape[1] <= norm.MAX_BLOCK:
+        return norm.quantize_normalized(x, norm_of, dtype)
+    return quantize_rows(norm.normalize(x, norm_of), dtype)
+
+
 def _reference(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, activation: str) -> None:
     gate, up = x.float().chunk(2, dim=-1)
     quantize_reference((ACTIVATIONS[activation](gate) * up).to(x.dtype), q, scale)
