@@ -104,3 +104,14 @@ def test_engine(tmp_path, quantization, dtype):
     of_products = [module.weight for module in layers.modules() if isinstance(module, Linear)]
     assert all(weight.dtype == dtype for weight in of_products)
     assert token_ids(LLM(str(tmp_path), **settings, enforce_eager=True).generate(prompts, greedy(16))) == together
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_ranks_round_their_parts_of_rows(tmp_path):
+    """Each with a scale of its own: texts are those of one rank but for that."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    prompts = [random_tokens(n, 10000, seed=n) for n in (1, 600, 33, 2)]
+    settings = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 1024, "num_blocks": 512}
+    settings |= {"max_num_seqs": 8, "quantization": "fp8"}
+    alone = told(LLM(str(tmp_path), **settings), prompts)
+    check_equal(told(LLM(str(tmp_path), **settings, tensor_parallel_size=2), prompts), alone, TIE)
