@@ -40,6 +40,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--precision", metavar="bf16,fp8", help=f"cases of these queries and caches alone ({', '.join(PRECISIONS)})"
     )
+    parser.add_argument("--group", choices=("K1", "K2"), help="decodes (K1) or prefills (K2) alone")
     parser.add_argument("--list", action="store_true", help="print the cases")
     args = parser.parse_args(argv)
     args.precision = [*PRECISIONS] if args.precision is None else args.precision.split(",")
@@ -51,7 +52,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def chosen(args: argparse.Namespace) -> list[tuple[int, Attention]]:
     """The cases to measure, each with its place in all of them."""
     cases = ROWS if args.quick else CASES
-    return [(index, problem) for index, problem in enumerate(cases) if problem.precision in args.precision]
+    wanted = [(index, problem) for index, problem in enumerate(cases) if problem.precision in args.precision]
+    return [(index, problem) for index, problem in wanted if args.group in (None, problem.group)]
 
 
 def rounded(value: Any) -> Any:
@@ -96,12 +98,19 @@ def measure(gpu: Caller, index: int, peers: list[str], copy: float, matmul: floa
     return rates(result, copy, matmul) | ({"peers": beside} if beside else {})
 
 
-def compared(result: dict[str, Any], before: list[dict[str, Any]]) -> dict[str, Any]:
-    """A row beside what was not measured with it: the listed peers, or the same size in bfloat16."""
+def beside_listed(result: dict[str, Any]) -> dict[str, Any]:
+    """A row in bfloat16 beside the listed peers."""
+    if result["precision"] != "bf16":
+        return {}
+    listed = LISTED[result["case"]]
+    best = min(listed, key=lambda name: listed[name])
+    return {"listed_us": listed, "listed_best": best, "times_faster_than_listed": listed[best] / result["us"]}
+
+
+def beside_bf16(result: dict[str, Any], before: list[dict[str, Any]]) -> dict[str, Any]:
+    """A case in another precision beside that of its size in bfloat16."""
     if result["precision"] == "bf16":
-        listed = LISTED[result["case"]]
-        best = min(listed, key=lambda name: listed[name])
-        return {"listed_us": listed, "listed_best": best, "times_faster_than_listed": listed[best] / result["us"]}
+        return {}
     same = [row for row in before if (row["case"], row["precision"]) == (result["case"], "bf16") and "us" in row]
     return {"of_bf16": result["us"] / same[0]["us"]} if same else {}
 
@@ -151,15 +160,14 @@ def run(gpu: Caller, args: argparse.Namespace) -> int:
         is_row = index < len(ROWS)
         if not is_row and problem in too_large:
             continue
-        result = described(problem)
+        result, before = described(problem), report["rows" if is_row else "sweep"]
         try:
             result |= measure(gpu, index, list(versions) if is_row else [], copy, matmul)
-            if is_row:
-                result |= compared(result, report["rows"])
+            result |= beside_bf16(result, before) | (beside_listed(result) if is_row else {})
         except Failed as reason:
             failures += 1
             result["failed"] = str(reason)
-        report["rows" if is_row else "sweep"].append(result)
+        before.append(result)
         write(report, out)
         print(line(result), flush=True)
     return failures

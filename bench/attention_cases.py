@@ -1,11 +1,12 @@
-"""The attention benchmarks' cases: K1 and K2 in each precision, and a sweep over batch and length.
+"""The attention benchmarks' cases: K1 and K2 in each precision, and a sweep over batch and length with
+keys of 16 bits and of float8.
 
 K1 (decode) and K2 (prefill) have the shapes, dtypes, block size and ragged lengths at which the peers in
 ``listed_peers.json`` were measured.
 """
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -193,10 +194,13 @@ def _powers(first: int, last: int) -> list[int]:
 
 
 def _sweep() -> list[Attention]:
-    """Llama-3.1-8B's heads; prefills of up to 65536 tokens in all."""
+    """Llama-3.1-8B's heads; prefills of up to 65536 tokens in all. The same sizes with a float8 cache, from 128 keys to
+    32,768 and up to 128 sequences, to be set beside."""
     decodes = [Attention(batch, 1, length) for batch in _powers(1, 256) for length in _powers(128, 32768)]
     sizes = [(batch, new) for batch in _powers(1, 64) for new in _powers(64, 16384) if batch * new <= 65536]
-    return [*decodes, *(Attention(batch, new, new) for batch, new in sizes)]
+    wide = [*decodes, *(Attention(batch, new, new) for batch, new in sizes)]
+    some = [case for case in wide if (case.batch <= 128 if case.decode else case.batch in (1, 16))]
+    return [*wide, *(replace(case, precision="fp8") for case in some)]
 
 
 ROWS = _rows()

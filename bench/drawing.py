@@ -103,7 +103,8 @@ def where(report: dict[str, Any]) -> str:
 
 def sweep(report: dict[str, Any]) -> Figure:
     """Percent of the floor over batch and length, a map for each group."""
-    groups = {group: [case for case in report["sweep"] if case["group"] == group] for group in SWEEPS}
+    wide = [case for case in report["sweep"] if case["precision"] == "bf16"]
+    groups = {group: [case for case in wide if case["group"] == group] for group in SWEEPS}
     groups = {group: cases for group, cases in groups.items() if cases}
     if not groups:
         raise ValueError("the results have no sweep: run python -m bench.attention without --quick")

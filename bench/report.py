@@ -64,13 +64,14 @@ class File:
 def read(folder: Path) -> list[File]:
     """The published results files of a folder, the newest first."""
     found = []
-    for path in sorted(path for path in folder.glob("*.json") if path.name not in UNPUBLISHED):
+    paths = [*folder.glob("*.json"), *folder.glob("accuracy/*.json")]
+    for path in sorted(path for path in paths if path.name not in UNPUBLISHED):
         data = json.loads(path.read_text())
         kind = kind_of(data)
         if kind == "engine":  # an older run may have aims that are another GPU's
             data["rows"] = without_others(data["rows"], data["machine"].get("gpu", ""), data.get("ceilings_are"))
         if kind is not None:
-            found.append(File(path.name, kind, data))
+            found.append(File(path.relative_to(folder).as_posix(), kind, data))
     return sorted(found, key=lambda file: file.data["date"], reverse=True)
 
 
@@ -291,6 +292,7 @@ def results(files: Sequence[File]) -> str:
         ("Prefixes that another replica has computed", "kv-found", tables.kv_found),
         ("Without a GPU", "cpu", tables.cpu),
         ("Parity with transformers", "parity", tables.parity),
+        ("Accuracy of narrow formats", "accuracy", tables.accuracy),
     ):
         found = of_kind(files, kind) if kind == "serving" else newest_of_kind(files, kind)
         parts += section(title, [f"{file.head()}\n\n{table(file.data)}" for file in found])

@@ -90,6 +90,7 @@ def kind_of(report: dict[str, Any]) -> str | None:
         "leaves": "kv-layers",
         "found": "kv-found",
         "grammars": "grammars",
+        "accuracy": "accuracy",
         "routing": "routing",
         "load": "serving",
         "nano": "nano",

@@ -361,6 +361,20 @@ def grammars(report: Table) -> str:
     return f"A vocabulary of {report['vocabulary']} tokens, one thread.\n\n" + markdown(head, rows)
 
 
+def accuracy(report: Table) -> str:
+    """What narrow weights and a narrow cache change in logits and perplexity."""
+    head = ["model and format", "logit error", "KL, nats", "largest", "same most likely token", "perplexity"]
+    rows = []
+    for row in report["accuracy"]:
+        group = f", groups of {row['group_size']}" if "group_size" in row else ""
+        numbers = [f"{row['logit_error']:.4f}", f"{row['kl']:.5f}", f"{row['kl_max']:.3f}", f"{row['agreement']:.1%}"]
+        rows.append([f"{row['model']}, {row['format']}{group}", *numbers, f"{row['perplexity']:.3f}"])
+    texts = {f"{row['model']} reads {row['tokens']} tokens of {row['text']}" for row in report["accuracy"]}
+    dtypes = sorted({row["dtype"] for row in report["accuracy"] if row.get("dtype", row["format"]) != row["format"]})
+    computed = f" Formats are computed in {' and '.join(dtypes)}." if dtypes else ""
+    return f"{'; '.join(sorted(texts))}.{computed}\n\n" + markdown(head, rows)
+
+
 def parity(report: Table) -> str:
     """Model outputs beside transformers': how many comparisons, and the largest error of each kind."""
     kinds: dict[str, list[Table]] = {}
@@ -397,6 +411,7 @@ def table(report: Table, groups: Sequence[str]) -> str:
         "prefill-decode": prefill_decode,
         "kv-found": kv_found,
         "grammars": grammars,
+        "accuracy": accuracy,
         "serving": serving,
         "nano": nano,
         "cluster": cluster,

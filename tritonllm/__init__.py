@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     )
     from tritonllm.engine.loop.engine import LLMEngine
     from tritonllm.engine.start.arg_utils import EngineArgs
+    from tritonllm.models.quantized_checkpoint import quantize_checkpoint
     from tritonllm.offline.llm import LLM
     from tritonllm.serve.engines.async_llm import AsyncEngineArgs, AsyncLLM
 
@@ -56,6 +57,7 @@ _HOME = {
     "TokensPrompt": "config.prompts",
     "AsyncLLM": "serve.engines.async_llm",
     "AsyncEngineArgs": "serve.engines.async_llm",
+    "quantize_checkpoint": "models.quantized_checkpoint",
 }
 
 __all__ = [
@@ -81,6 +83,7 @@ __all__ = [
     "TextPrompt",
     "TokensPrompt",
     "__version__",
+    "quantize_checkpoint",
 ]
 
 

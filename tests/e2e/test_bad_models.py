@@ -55,7 +55,7 @@ def test_no_config(folder):
 )
 def test_what_no_decoder_can_run(folder, architecture, model_type, message):
     edit_config(folder, architectures=[architecture], model_type=model_type)
-    refuse(folder, f"{architecture} is not a native family and cannot run through transformers either: .*{message}")
+    refuse(folder, f"{architecture} does not run natively and cannot run through transformers either: .*{message}")
 
 
 def test_truncated_weights(folder):

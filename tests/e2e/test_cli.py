@@ -186,8 +186,9 @@ def test_chat(llm, capsys):
 def test_options_reach_the_engine(llm):
     argv = "generate m --prompt a --dtype float16 --device cpu --max-model-len 64 --block-size 8 --num-blocks 9"
     argv += " --max-num-seqs 3 --max-num-batched-tokens 77 --gpu-memory-utilization 0.5 --enforce-eager --compile"
-    argv += " --kv-offloading-size 1.5 --kv-cache-dtype fp8"
+    argv += " --kv-offloading-size 1.5 --kv-cache-dtype fp8 --calculate-kv-scales"
     argv += " --no-prefix-caching --tokenizer t --revision r --load-format dummy --trust-remote-code --priority -2"
+    argv += " --model-impl transformers"
     llm.before_step = lambda: priorities.append(llm.requests["0"]["priority"])
     priorities = []
     assert main(argv.split(), make_llm=llm) == 0
@@ -203,12 +204,14 @@ def test_options_reach_the_engine(llm):
         "gpu_memory_utilization": 0.5,
         "kv_offloading_size": 1.5,
         "kv_cache_dtype": "fp8",
+        "calculate_kv_scales": True,
         "enforce_eager": True,
         "compilation_config": 3,
         "enable_prefix_caching": False,
         "tokenizer": "t",
         "revision": "r",
         "load_format": "dummy",
+        "model_impl": "transformers",
         "trust_remote_code": True,
         "policy": "priority",
     }

@@ -128,7 +128,7 @@ def test_noise_is_shared():
     assert llm.engine.stats.num_accepted_tokens > 0.8 * llm.engine.stats.num_draft_tokens
 
 
-@pytest.mark.filterwarnings("ignore:.*is not a native family:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*does not run natively:UserWarning")
 def test_a_draft_for_a_model_of_transformers(tmp_path):
     torch.manual_seed(0)
     sizes = {"vocab_size": 101, "hidden_size": 64, "intermediate_size": 88, "num_hidden_layers": 2}

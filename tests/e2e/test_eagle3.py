@@ -254,7 +254,7 @@ def test_heads_that_do_not_fit_are_named(tmp_path, case):
         ("opt", {"do_layer_norm_before": False, "_remove_final_layer_norm": True}, "has with norms only"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:.*is not a native family:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*does not run natively:UserWarning")
 def test_models_that_do_not_fit_are_named(tmp_path, family, changes, message):
     """From their configurations: there are no weights."""
     config = {**tiny_config(family), **changes, "vocab_size": VOCAB_SIZE}

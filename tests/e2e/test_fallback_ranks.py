@@ -18,7 +18,7 @@ from tritonllm import LLM, SamplingParams
 
 pytestmark = [
     pytest.mark.usefixtures("imported_ranks"),
-    pytest.mark.filterwarnings("ignore:.*is not a native family:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*does not run natively:UserWarning"),
 ]
 WISHES = [
     greedy(32),

@@ -19,9 +19,10 @@ PROMPTS = [random_tokens(n, VOCABULARY, seed=n) for n in (1, 3, 17, 33, 40, 26)]
 RANKS = [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}]
 
 
-@pytest.fixture(scope="module", params=["jetmoe", "beam", "beam, dense"])
+@pytest.fixture(scope="module", params=["jetmoe", "beam", "beam, dense", "qwen3_moe", "llama, dense"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With experts, which transformers may choose on the host, and without: that one's steps are CUDA graphs."""
+    """With experts, which transformers may choose on the host, and without: those steps are CUDA graphs. The last two
+    have a plan for ranks in every release of transformers, and families here, in the place of which it computes."""
     model_type, *dense = request.param.split(", ")
     if model_type not in CONFIG_MAPPING:
         pytest.skip("a type that this release of transformers does not know")
@@ -39,6 +40,7 @@ def skip_without_plan(folder: Path, ranks: dict[str, int]) -> None:
 
 def llm_of(folder: Path, **options: Any) -> LLM:
     sizes = {"skip_tokenizer_init": True, "max_model_len": 96, "dtype": "float32", "compilation_config": 0}
+    sizes["model_impl"] = "transformers"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return tiny_llm(folder, **{**sizes, **options})

@@ -11,11 +11,13 @@ from support.tiny_tokenizer import VOCAB_SIZE
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tritonllm import LLM
+from tritonllm.models.decoder import Decoder
+from tritonllm.models.fallback_decoder import TransformersDecoder
 
 LENGTHS, NEW = (19, 3, 30, 11), 16
 
 
-def check(folder: Path, theirs: PreTrainedModel) -> LLM:
+def check(folder: Path, theirs: PreTrainedModel, **options: str) -> LLM:
     """Greedy tokens of prompts that share a beginning, in a cache that is too small for all of them at once."""
     llm = LLM(
         str(folder),
@@ -24,6 +26,7 @@ def check(folder: Path, theirs: PreTrainedModel) -> LLM:
         num_blocks=20,
         max_num_seqs=4,
         max_num_batched_tokens=13,
+        **options,
     )
     shared = random_tokens(8, VOCAB_SIZE, seed=9)
     prompts = [shared + random_tokens(length, VOCAB_SIZE, seed=length) for length in LENGTHS]
@@ -43,7 +46,7 @@ def test_family(tmp_path, family):
         check(tmp_path, theirs)
 
 
-OTHERS = {"bitnet": "BitNetForCausalLM is not a native family"}
+OTHERS = {"bitnet": "BitNetForCausalLM does not run natively"}
 
 
 @pytest.mark.parametrize("kind", [kind for kind in OTHERS if kind in CONFIG_MAPPING])
@@ -66,4 +69,22 @@ def test_any_other_architecture(tmp_path, kind):
     theirs.save_pretrained(tmp_path)
     with pytest.warns(UserWarning, match=OTHERS[kind]) as warned:
         check(tmp_path, theirs)
-    assert len([w for w in warned if "native family" in str(w.message)]) == 1
+    assert len([w for w in warned if "natively" in str(w.message)]) == 1
+    with pytest.raises(ValueError, match=r"architecture .* is not supported; supported: "):
+        LLM(str(tmp_path), skip_tokenizer_init=True, model_impl="vllm")
+
+
+def test_transformers_in_the_place_of_a_family(tmp_path):
+    """Loading weights anew goes through it, too."""
+    theirs = write_checkpoint(tmp_path, tiny_config("llama", vocab_size=VOCAB_SIZE))
+    with pytest.warns(UserWarning, match="LlamaForCausalLM does not run natively: transformers computes it"):
+        llm = check(tmp_path, theirs, model_impl="transformers")
+    assert isinstance(llm.engine.model, TransformersDecoder)
+    llm.reload_weights()
+    assert isinstance(check(tmp_path, theirs, model_impl="vllm").engine.model, Decoder)
+
+
+def test_doge_ends_where_its_mask_would_hide_keys(tmp_path):
+    write_checkpoint(tmp_path, tiny_config("doge", vocab_size=VOCAB_SIZE, keep_window_size=40))
+    with pytest.raises(ValueError, match=r"max_model_len=41 is beyond .* keep_window_size, if that is less\), 40"):
+        LLM(str(tmp_path), skip_tokenizer_init=True, max_model_len=41)

@@ -1,12 +1,15 @@
 """A cache in float8: what is computed is what transformers computes with rounded keys and values, whatever the engine
 does with the requests; and a block has a quarter of float32's bytes, wherever it goes."""
 
+import math
 import warnings
+from shutil import copytree
 from unittest.mock import patch
 
 import pytest
 import torch
 from models.causal_types import VOCABULARY, build, tiny
+from safetensors.torch import load_file, save_file
 from support.eagle_heads import random_eagle_head, with_head
 from support.engines import NGRAMS, always_load, greedy, similar_checkpoint, tiny_checkpoint, tiny_llm, token_ids
 from support.kv_sharing import FULL, connected_llm, decode, peer_engines, prefill, run_prompts
@@ -18,7 +21,7 @@ from support.waiting import PATIENCE
 from tritonllm.engine.step import shared_prefix
 from tritonllm.layers import attention
 
-FP8 = {"kv_cache_dtype": "fp8"}
+FP8, E5M2 = {"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "fp8_e5m2"}
 SHARED = random_tokens(13, VOCAB_SIZE, seed=1)
 PROMPTS = [SHARED + random_tokens(n, VOCAB_SIZE, seed=n) for n in (10, 17)]
 PROMPTS += [random_tokens(n, VOCAB_SIZE, seed=n) * 3 for n in (3, 5)]  # what n-grams find again
@@ -51,6 +54,16 @@ def test_results_are_those_of_rounded_keys_and_values(family):
     assert likeliest == decoded[len(tokens) :]
 
 
+def test_e5m2_is_rounded_without_scales():
+    """Whatever the checkpoint has; and in a batch, preempted, drafted and found again as alone."""
+    llm = tiny_llm(scaled_checkpoint(), max_num_batched_tokens=9, **E5M2)
+    check_against(tiny_checkpoint(), llm, random_tokens(25, VOCAB_SIZE, seed=3), {}, dtype=torch.float8_e5m2)
+    assert {copies.pool.dtype for copies in llm.engine._runner.caches.copies} == {torch.float8_e5m2}
+    alone = run(tiny_llm(max_num_seqs=1, enable_prefix_caching=False, **E5M2))
+    llm = tiny_llm(**TIGHT, **E5M2, speculative_config=NGRAMS)
+    assert run(llm) == run(llm) == alone and llm.engine.stats.preemptions
+
+
 @pytest.fixture(scope="module")
 def scaled_alone():
     """One prompt at a time, by a model whose checkpoint has scales."""
@@ -62,6 +75,49 @@ def test_scales_of_the_checkpoint(scaled_alone):
     llm = tiny_llm(scaled_checkpoint(), max_num_batched_tokens=9, **FP8)
     check_against(tiny_checkpoint(), llm, random_tokens(25, VOCAB_SIZE, seed=3), SCALES)
     assert run(tiny_llm(scaled_checkpoint())) == run(tiny_llm()) != scaled_alone
+
+
+MEASURED = {**FP8, "calculate_kv_scales": True}
+
+
+@pytest.fixture(scope="module")
+def loud(tmp_path_factory):
+    """A checkpoint whose second layer has values thirty times as large as the others."""
+    folder = tmp_path_factory.mktemp("loud")
+    copytree(tiny_checkpoint(), folder, dirs_exist_ok=True)
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["model.layers.1.self_attn.v_proj.weight"] *= 30
+    save_file(tensors, file, metadata={"format": "pt"})
+    return folder
+
+
+def scales_of(llm):
+    return [view.divided_by for view in llm.engine._runner.caches.views]
+
+
+def test_measured_scales(loud):
+    """Powers of two that leave room for as much again, whatever the requests."""
+    llm = tiny_llm(loud, **MEASURED)
+    scales = scales_of(llm)
+    others = scales[1].k_scale, *scales[0], *scales[2]
+    assert scales[1].v_scale >= 8 * max(others) and max(others) <= 2 * min(others)
+    check_against(loud, llm, random_tokens(25, VOCAB_SIZE, seed=3), dict(enumerate(scales)))
+    for view in llm.engine._runner.caches.views:
+        for cache, scale in zip((view.k, view.v), view.divided_by, strict=True):
+            assert math.frexp(scale)[0] == 0.5 and 56 < cache.float().abs().max() < 448
+    tokens = run(llm)
+    again = tiny_llm(loud, max_num_seqs=1, enable_prefix_caching=False, **MEASURED)
+    assert scales_of(again) == scales and run(again) == tokens
+
+
+def test_scales_of_the_checkpoint_are_not_measured():
+    assert scales_of(tiny_llm(scaled_checkpoint(), **MEASURED)) == scales_of(tiny_llm(scaled_checkpoint(), **FP8))
+
+
+@pytest.mark.usefixtures("imported_ranks")
+def test_ranks_measure_the_same_scales():
+    assert run(tiny_llm(tensor_parallel_size=2, **MEASURED)) == run(tiny_llm(**MEASURED))
 
 
 @pytest.mark.parametrize(
@@ -178,11 +234,11 @@ def test_blocks_go_to_engines_with_such_a_cache_alone(tmp_path):
     first.engine._transfer.connector.close()
     consumers = [
         connected_llm("FileStore", "kv_consumer", folder, scaled_checkpoint(times), kv_cache_dtype=name)
-        for times, name in ((1.0, "fp8_e4m3"), (3.0, "fp8"), (1.0, "auto"))
+        for times, name in ((1.0, "fp8_e4m3"), (3.0, "fp8"), (1.0, "fp8_e5m2"), (1.0, "auto"))
     ]
-    same, other_scales, wide = (run_prompts(llm) for llm in consumers)
+    same, other_scales, e5m2, wide = (run_prompts(llm) for llm in consumers)
     assert same == (tokens, FULL)
-    assert other_scales[1] == wide[1] == [0] * len(FULL)
+    assert other_scales[1] == e5m2[1] == wide[1] == [0] * len(FULL)
     assert wide[0] == run_prompts(tiny_llm())[0] != tokens != other_scales[0]
 
 
@@ -219,9 +275,14 @@ def test_the_same_memory_holds_more_blocks():
     ("options", "message"),
     [
         ({"kv_cache_dtype": "bfloat16"}, "kv_cache_dtype='bfloat16': this model runs in float32.*add dtype='bfloat16'"),
-        ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype must be one of .*fp8_e4m3, got 'fp8_e5m2'"),
-        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype must be one of .*fp8_e4m3, got 'int8'"),
-        ({"calculate_kv_scales": True}, "calculate_kv_scales=True: tritonllm does not have this"),
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype must be one of .*fp8_e5m2, got 'int8'"),
+        ({"calculate_kv_scales": True}, "calculate_kv_scales: a cache of kv_cache_dtype='auto' has no scales"),
+        ({"calculate_kv_scales": True, **E5M2}, "calculate_kv_scales: a cache of kv_cache_dtype='fp8_e5m2' has no"),
+        ({"calculate_kv_scales": 1, **FP8}, "calculate_kv_scales must be of type bool"),
+        (
+            {"calculate_kv_scales": True, **FP8, "pipeline_parallel_size": 2, "tensor_parallel_size": 2},
+            "calculate_kv_scales: measured by one stage",
+        ),
     ],
 )
 def test_a_cache_that_cannot_be_is_refused(options, message):

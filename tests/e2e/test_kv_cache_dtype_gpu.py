@@ -15,7 +15,7 @@ from tritonllm import LLM, SamplingParams
 WITHOUT = not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(WITHOUT, reason="needs a GPU with float8")]
 
-FP8 = {"kv_cache_dtype": "fp8"}
+FP8, E5M2 = {"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "fp8_e5m2"}
 SHARED = random_tokens(260, 10000, seed=9)
 PROMPTS = [random_tokens(n, 10000, seed=n) for n in (1, 700, 33, 128, 2, 511)]
 PROMPTS += [SHARED + random_tokens(n, 10000, seed=n) for n in (5, 40)] + [random_tokens(7, 10000, seed=3) * 9]
@@ -108,7 +108,7 @@ def test_rounding_changes_log_probabilities(folder, eager):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("options", [{}, {"speculative_config": NGRAMS}, {"deterministic": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, E5M2, {"speculative_config": NGRAMS}, {"deterministic": True}], ids=str)
 def test_nothing_compiles_after_ready(folder, dtype, options):
     """In 16 bits, which Hopper's own kernels take: every kind of request, twice."""
     llm = make(folder, dtype=dtype, max_num_batched_tokens=512, **options)
@@ -118,7 +118,20 @@ def test_nothing_compiles_after_ready(folder, dtype, options):
     for _ in range(2):
         llm.generate(PROMPTS, params, use_tqdm=False)
     assert llm.engine.stats.compilations_after_ready == 0
-    assert llm.engine._runner.caches.dtype == torch.float8_e4m3fn
+    assert llm.engine._runner.caches.dtype == (torch.float8_e5m2 if options is E5M2 else torch.float8_e4m3fn)
+
+
+def test_few_keys_have_their_own_captured_steps(folder):
+    """As many as of a 16-bit cache. Of two sequences the decodes up to 1,792 keys are short."""
+    prompts = [random_tokens(1770, 10000, seed=seed) for seed in (5, 6)]
+    graphs = []
+    for name in ("fp8", "auto"):
+        llm = make(folder, dtype="bfloat16", kv_cache_dtype=name, enable_prefix_caching=False)
+        want = token_ids(llm.generate(prompts, greedy(60), use_tqdm=False))
+        assert token_ids(llm.generate(prompts, greedy(60), use_tqdm=False)) == want
+        assert llm.engine.stats.compilations_after_ready == 0
+        graphs.append(llm.engine._runner.num_graphs)
+    assert graphs[0] == graphs[1] > 0
 
 
 def test_a_request_has_the_same_bits_alone_and_in_a_batch(folder):
@@ -139,6 +152,17 @@ def test_results_are_those_of_rounded_keys_and_values(head_size):
         llm = tiny_llm(folder, dtype="float32", max_num_batched_tokens=32, **FP8)
         check_against(plain, llm, tokens, scales)
         assert llm.engine.stats.compilations_after_ready == 0
+    check_against(plain, tiny_llm(plain, dtype="float32", **E5M2), tokens, {}, dtype=torch.float8_e5m2)
+
+
+def test_scales_that_are_measured_at_the_start(folder):
+    """Steps are captured with the same ones that an engine without captured steps measures."""
+    plain = make(folder, calculate_kv_scales=True, enforce_eager=True, max_num_seqs=1, enable_prefix_caching=False)
+    llm = make(folder, calculate_kv_scales=True)
+    scales, others = ([view.divided_by for view in one.engine._runner.caches.views] for one in (llm, plain))
+    assert scales == others and any(scale != 1.0 for pair in scales for scale in pair)
+    check_equal(told(llm), told(plain))
+    assert llm.engine.stats.compilations_after_ready == 0
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "gemma2", "llama4_text", "gemma4_text", "mpt"])

@@ -4,9 +4,9 @@ import pytest
 import torch
 from support.engines import greedy, token_ids
 from support.narrow_formats import float8, integers, is_product, mxfp4, nvfp4, positive, write_pair
-from support.tiny_models import random_tokens
+from support.tiny_models import random_tokens, tiny_config, write_checkpoint
 
-from tritonllm import LLM
+from tritonllm import LLM, quantize_checkpoint
 from tritonllm.layers.linear import Linear
 from tritonllm.layers.moe import MoE
 
@@ -79,3 +79,26 @@ def test_an_engine_keeps_weights_narrow(tmp_path, case):
     assert llm.engine.stats.compilations_after_ready == 0
     chunked = LLM(str(pair.narrow), **settings, enforce_eager=True, max_num_batched_tokens=64)
     assert token_ids(chunked.generate(PROMPTS, greedy(24))) == wide
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("format", "made", "dtype"), [("fp8", "fp8", torch.float8_e4m3fn), ("w4a16", "int4", torch.uint8)]
+)
+def test_a_checkpoint_written_here_is_kept_narrow(tmp_path, family, format, made, dtype):
+    """Bit for bit what the same weights become when a model is loaded, and so are the tokens."""
+    (tmp_path / "wide").mkdir()
+    write_checkpoint(tmp_path / "wide", tiny_config(family, **SIZES))
+    quantize_checkpoint(tmp_path / "wide", tmp_path / "narrow", format)
+    settings = {"skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 512, "num_blocks": 512}
+    settings |= {"max_num_seqs": 8, "gpu_memory_utilization": 0.3}
+    read = LLM(str(tmp_path / "narrow"), **settings)
+    loaded = LLM(str(tmp_path / "wide"), quantization=made, **settings)
+    both = [dict(llm.engine._runner._model.named_parameters()) for llm in (read, loaded)]
+    assert both[0].keys() == both[1].keys()
+    assert sum(parameter.dtype == dtype for parameter in both[0].values()) == 4 * len(
+        loaded.engine._runner._model.layers
+    )
+    for name, parameter in both[0].items():
+        assert torch.equal(parameter.view(torch.uint8), both[1][name].view(torch.uint8)), name
+    assert token_ids(read.generate(PROMPTS, greedy(24))) == token_ids(loaded.generate(PROMPTS, greedy(24)))

@@ -98,7 +98,7 @@ def test_greedy_text_is_that_of_plain_decoding(family, ahead):
     assert (stats.num_free_blocks, stats.compilations_after_ready) == (stats.num_blocks, 0)
 
 
-@pytest.mark.filterwarnings("ignore:.*is not a native family:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*does not run natively:UserWarning")
 def test_a_model_of_transformers(tmp_path):
     """Whose attention reads a window, and which knows of no drafts."""
     torch.manual_seed(0)

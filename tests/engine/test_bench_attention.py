@@ -62,12 +62,16 @@ def test_ragged_lengths_are_those_of_the_listed_peers():
 
 
 def test_sweep_covers_the_grid():
-    decodes, prefills = ([case for case in SWEEP if case.group == group] for group in ("K1", "K2"))
+    wide = [case for case in SWEEP if case.precision == "bf16"]
+    decodes, prefills = ([case for case in wide if case.group == group] for group in ("K1", "K2"))
     assert {case.batch for case in decodes} == {2**n for n in range(9)} and len(decodes) == 81
     assert {case.length for case in decodes} == {2**n for n in range(7, 16)}
     assert {case.batch for case in prefills} == {2**n for n in range(7)}
     assert {case.new for case in prefills} == {2**n for n in range(6, 15)}
     assert max(case.batch * case.new for case in prefills) == 65536 and len(prefills) == 53
+    narrow = [case for case in SWEEP if case.precision == "fp8"]
+    assert {case.size for case in narrow} < {case.size for case in wide} and len(wide) + len(narrow) == len(SWEEP)
+    assert sum(case.decode and case.length >= 1024 for case in narrow) == 8 * 6
     assert len(set(SWEEP)) == len(SWEEP)
 
 
@@ -312,6 +316,8 @@ def test_precisions_that_are_named_are_measured_alone(tiny, fakes, tmp_path, cap
     assert attention.main(["--out", str(out), "--precision=fp8"]) == 0
     report = json.loads(out.read_text())
     assert [row["precision"] for row in report["rows"]] == ["fp8"] and report["sweep"] == []
+    assert attention.main(["--out", str(out), "--group=K2"]) == 0
+    assert {row["group"] for part in ("rows", "sweep") for row in json.loads(out.read_text())[part]} == {"K2"}
     with pytest.raises(SystemExit):
         attention.main(["--precision", "fp4"])
     assert "no such precision: fp4; there are bf16, fp16, fp8, fp8 by head" in capsys.readouterr().err

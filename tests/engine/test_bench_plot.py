@@ -129,13 +129,14 @@ def test_bars_beyond_the_floor_end_before_their_labels():
 
 
 def swept(group, batch, length, **rest):
-    return {"group": group, "batch": batch, "length": length} | rest
+    return {"group": group, "precision": "bf16", "batch": batch, "length": length} | rest
 
 
 def test_the_sweep_shows_every_size_in_its_place():
     cases = [
         swept("K1", 1, 128, us=2.0, percent=3.2),
         swept("K1", 256, 32768, us=8000.0, percent=104.0),
+        swept("K1", 256, 32768, us=4100.0, percent=50.0, precision="fp8"),  # not drawn
         swept("K2", 4, 64, failed="error 0.5 > 0.01"),
     ]
     decode, prefill, scale = figure(WHERE | {"sweep": cases}).axes

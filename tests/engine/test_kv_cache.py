@@ -44,7 +44,7 @@ def test_each_layer_has_its_own_shape():
     assert block_bytes(spec, torch.bfloat16, 1) == 2 * 2 * (32 + 48 + 32)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn, torch.float8_e5m2])
 def test_blocks_of_mixed_shapes_move_in_all_layers(dtype):
     """Within the cache, to the tier behind a step and while it runs, and back."""
     spec = mixed_spec()
@@ -86,6 +86,7 @@ def test_blocks_of_mixed_shapes_move_in_all_layers(dtype):
         ("float16", torch.float16),
         ("fp8", torch.float8_e4m3fn),
         ("fp8_e4m3", torch.float8_e4m3fn),
+        ("fp8_e5m2", torch.float8_e5m2),
     ],
 )
 def test_the_dtype_of_a_cache(name, dtype):

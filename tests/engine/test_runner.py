@@ -84,12 +84,12 @@ def test_a_step_with_prompts_shares_nothing_where_it_is_captured(chunks, capture
         assert (runner.build(None).shared is shared) == shares
 
 
-def test_a_narrow_cache_has_one_regime():
-    """No kernel is for few of its keys, so that each step is captured once."""
-    wide, narrow = make_runner(), make_runner(kv_cache_dtype="fp8")
-    for runner, regimes in ((wide, 2), (narrow, 1)):
-        with patch.object(runner._model, "short_keys", lambda sequences: 9):
-            assert len(runner._regimes.bounds(Segments(decodes(3)))) == regimes
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
+def test_few_keys_and_many_are_two_regimes(cache):
+    """Whatever the cache's dtype: a step is captured once for each."""
+    runner = make_runner(kv_cache_dtype=cache)
+    with patch.object(runner._model, "short_keys", lambda sequences: 9):
+        assert len(runner._regimes.bounds(Segments(decodes(3)))) == 2
 
 
 def test_block_bytes_and_the_blocks_that_fit():

@@ -76,7 +76,10 @@ def test_neutral_values_change_nothing(kwargs):
         ({"cp_kv_cache_interleave_size": 16}, "cp_kv_cache_interleave_size=16"),
         ({"enable_lora": True}, "enable_lora=True"),
         ({"enable_lora": 1}, "enable_lora=1"),
-        ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype must be one of auto, .*, fp8, fp8_e4m3, got 'fp8_e5m2'"),
+        (
+            {"kv_cache_dtype": "fp8_inc"},
+            "kv_cache_dtype must be one of auto, .*, fp8, fp8_e4m3, fp8_e5m2, got 'fp8_inc'",
+        ),
         ({"speculative_model": "x"}, "speculative_model="),
         ({"hf_overrides": {"a": 1}}, "hf_overrides=.*config.json"),
         ({"limit_mm_per_prompt": {"image": 2}}, "limit_mm_per_prompt="),

@@ -25,11 +25,12 @@ from tritonllm.layers.segments import Segment, Segments, decodes
 CPU, META = torch.device("cpu"), torch.device("meta")
 ALONE, ADDITION, PRODUCT, BEFORE = NormBy.ALONE, NormBy.ADDITION, NormBy.PRODUCT, NormBy.BEFORE
 LATER, ADDS, ADDS_AND_NORMALISES = AddBy.LATER, AddBy.PRODUCT, AddBy.PRODUCT_WITH_NORM
-HOPPER = FusionLimits(few=64, medium=range(65, 257))
-OTHERS = FusionLimits(few=64)
+HOPPER = FusionLimits(few=64, rounded=256, medium=range(65, 257))
+OTHERS = FusionLimits(few=64, rounded=256)
 
 DENSE = LayerTraits(sequential=True, rms=True, begins_norms=True)
 LARGE = LayerTraits(sequential=True, rms=True)
+ROUNDED = LayerTraits(sequential=True, rms=True, rounds_to=torch.int8)
 EXPERTS = LayerTraits(sequential=True, rms=True, router=2**18, sums_last=True)
 SHARED = LayerTraits(sequential=True, rms=True, router=2**18)
 LAYER_NORM = LayerTraits(sequential=True, rms=False)
@@ -52,6 +53,13 @@ FIRST_OF_MANY = ALONE, LATER, ADDITION, LATER
 @pytest.mark.parametrize("rows", [0, 1, 64])
 def test_few_rows_normalise_and_add_in_their_products(layer, rows):
     assert plan([layer] * 2, rows) == (FEW, FEW, ALONE)
+
+
+@pytest.mark.parametrize(("rows", "layers"), [(1, FEW), (65, FEW), (256, FEW), (257, MANY)])
+def test_products_that_round_their_rows_take_norms_along_for_more(rows, layers):
+    """And beyond, the norm leaves these rounded."""
+    assert plan([ROUNDED] * 2, rows)[1:] == (layers, ALONE if layers == FEW else ADDITION)
+    assert {layer.rounds_to for layer in plan_step([ROUNDED] * 2, HOPPER, 257).layers} == {torch.int8}
 
 
 @pytest.mark.parametrize(("rows", "rest"), [(1, FEW[1:]), (64, FEW[1:]), (65, MANY[1:]), (1000, MANY[1:])])

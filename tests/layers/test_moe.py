@@ -137,8 +137,8 @@ def test_the_sum_normalises_for_the_next_block(device):
     norm.weight.normal_(1, 0.1)
     expected = stream + 0.5 * want(moe, x)
     product, routed, _ = moe(BlockInput(x))
-    rows, left, squares = product.add_and_normalize(stream, routed, norm, 0.5)
-    assert left is None and squares is None
+    rows, *left = product.add_and_normalize(stream, routed, norm, 0.5)
+    assert left == [None] * 3
     assert_close(stream, expected)
     assert_close(rows, norm.normalize(expected))
 
@@ -158,8 +158,8 @@ def test_rows_that_travel(device, axes):
     if moe.shared is None:
         assert not product.alone(routed)[4].any()
         sums = stream.clone()
-        rows, left, squares = product.add_and_normalize(sums, routed, norm, 0.5)
-        assert left is None and squares is None
+        rows, *left = product.add_and_normalize(sums, routed, norm, 0.5)
+        assert left == [None] * 3
         assert_close(sums[:4], (stream + 0.5 * expected)[:4])
         assert_close(rows, norm.normalize(sums))
     product.add_to(sums := stream.clone(), routed, 0.5)

@@ -82,7 +82,6 @@ _REASONS: dict[str, str] = {
     r"indexed_attention|compressed": "attention to keys that an indexer chooses",
     r"a window \(": "layers that keep a state instead of keys and values",
     r"attention interface": "attention that does not go through transformers' interface",
-    r"a mask of its own from": "attention with a mask that follows from the values",
     r"softmax attention once": "layers that attend twice or not at all, or run more than once",
     r"per-layer attribute": "heads that differ between layers",
     r"parameters are left|cannot be built": "not tried: its class cannot be made small",

@@ -129,7 +129,7 @@ def transformers_model(folder, name, **fields):
     return [load_fallback(folder, spec, dtype=torch.float32, device=CPU, **settings) for _ in range(2)]
 
 
-@pytest.mark.filterwarnings("ignore:.*is not a native family:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*does not run natively:UserWarning")
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
@@ -144,7 +144,7 @@ def test_models_of_transformers(must_fit, tmp_path, name, fields):
     assert paged(model).greedy(prompt, 6) == paged(plain).greedy(prompt, 6)
 
 
-@pytest.mark.filterwarnings("ignore:.*is not a native family:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*does not run natively:UserWarning")
 def test_rows_of_a_model_of_transformers(tmp_path):
     plain, other = transformers_model(tmp_path, "helium", head_dim=16)
     model, seen = compiled(other), []
@@ -161,7 +161,7 @@ def test_rows_of_a_model_of_transformers(tmp_path):
     torch.testing.assert_close(seen[0][0], seen[0][1][[4, 1]])
 
 
-@pytest.mark.filterwarnings("ignore:.*is not a native family:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*does not run natively:UserWarning")
 def test_what_cannot_be_compiled_is_refused(tmp_path):
     """Frequencies that the largest position decides, which is on the device."""
     _, model = transformers_model(tmp_path, "phimoe", **LONGROPE)
@@ -169,7 +169,7 @@ def test_what_cannot_be_compiled_is_refused(tmp_path):
         compiled(model)
 
 
-@pytest.mark.filterwarnings("ignore:.*is not a native family:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*does not run natively:UserWarning")
 def test_by_default_a_model_of_transformers_in_graphs_is_compiled(tmp_path, caplog):
     """If torch can; native models are not, nor what is to run eagerly."""
     config = EngineConfig.from_kwargs(model="m", compilation_config={"backend": "eager"}, max_num_seqs=8)
@@ -185,7 +185,7 @@ def test_by_default_a_model_of_transformers_in_graphs_is_compiled(tmp_path, capl
     assert isinstance(fast, CompiledModel) and paged(fast).greedy(prompt, 4) == paged(plain).greedy(prompt, 4)
 
 
-@pytest.mark.filterwarnings("ignore:.*is not a native family:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*does not run natively:UserWarning")
 def test_by_default_what_cannot_be_compiled_runs_without(tmp_path, caplog):
     config = EngineConfig.from_kwargs(model="m", compilation_config={"backend": "eager"}, max_num_seqs=8)
     plain, model = transformers_model(tmp_path, "phimoe", **LONGROPE)

@@ -11,9 +11,11 @@ from tritonllm.layers.attention import QueryScaling
 from tritonllm.layers.mlp import MLPSpec
 from tritonllm.layers.moe import MoESpec
 from tritonllm.layers.rope import RopeSpec
+from tritonllm.models import weight_names
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.families import FAMILIES, is_extra, is_supported, spec_from_config, weight_map
 from tritonllm.models.spec import ModelSpec
+from tritonllm.models.weights import hf_tensor_names
 
 
 def without(config: dict, *names: str) -> dict:
@@ -82,8 +84,8 @@ A3B = {"moe_num_experts": 64, "moe_k": 6, "moe_intermediate_size": 1536}
 )
 def test_parameters_of_published_models(config, parameters):
     """Of OLMo 3 7B, ERNIE 4.5 0.3B and 21B-A3B, Seed-OSS 36B, Hunyuan-A13B, InternLM 2 7B and 3 8B, BLOOM, MPT 7B."""
-    slots = weight_map(spec_from_config(config)).values()
-    assert sum(torch.Size(slot.shape).numel() for slot in slots if slot.axis == 0) == parameters
+    shapes = hf_tensor_names(spec_from_config(config)).values()
+    assert sum(torch.Size(shape).numel() for shape in shapes) == parameters
 
 
 def test_transformers_5_spelling():
@@ -445,6 +447,7 @@ def test_bad_sizes(name, value):
             {"architectures": ["CohereCompassTextForSequenceClassification"], "pooling": "mean"},
             "pooling other than 'eos' is not supported, got 'mean'",
         ),
+        ("doge", {"is_moe": True}, "is_moe other than False is not supported, got True"),
         ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported"),
         ("gpt_bigcode", {"add_cross_attention": True}, "add_cross_attention=True is not supported"),
         ("llama", {"num_experts": 8}, "num_experts=8 is not supported"),
@@ -473,19 +476,26 @@ def test_what_would_be_computed_wrongly_is_refused(family, changes, message):
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_weight_map_fills_each_parameter_once(family, stacked):
-    """By either spelling of the experts."""
+    """By either spelling of the experts in files; tests/models/test_names_in_memory.py has the others."""
     spec = spec_from_config(tiny_config(family))
     model = Decoder(spec, dtype=torch.float32, device=torch.device("cpu"), max_model_len=8)
     times = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
-    stacks = {slot.parameter for slot in weight_map(spec).values() if slot.axis == 1}
-    singles = {slot.parameter for slot in weight_map(spec).values() if slot.expert is not None}
-    for slot in weight_map(spec).values():
+    slots = weight_names.weight_map(spec, FAMILIES[spec.architecture].names(spec)).values()
+    stacks = {slot.parameter for slot in slots if slot.axis == 1}
+    singles = {slot.parameter for slot in slots if slot.expert is not None}
+    for slot in slots:
         if slot.parameter in stacks & singles and (slot.axis == 1) != stacked:
             continue
         place = slot.place(times[slot.parameter])
         assert place.shape == slot.own_shape
         place += 1
     assert all(bool((count == 1).all()) for count in times.values())
+
+
+def test_doge_sees_all_keys():
+    """Beyond its window a token would see those of the largest bias alone."""
+    assert spec_from_config(tiny_config("doge", keep_window_size=200)).max_position_embeddings == 200
+    assert spec_from_config(tiny_config("doge", keep_window_size=2048)).max_position_embeddings == 256
 
 
 @pytest.mark.parametrize("end", ["ForCausalLM", "Model", "ForSequenceClassification"])

@@ -19,6 +19,7 @@ from tritonllm.models.families import spec_from_config
 from tritonllm.models.gguf import families, header
 from tritonllm.models.gguf.blocks import CONVERTERS, convert
 from tritonllm.models.gguf.folder import choose, patterns
+from tritonllm.models.loading import read_spec
 from tritonllm.models.shards import splits
 from tritonllm.models.tensor_files import open_tensors, stored_tensors
 from tritonllm.models.weights import load_weights
@@ -319,6 +320,12 @@ def test_without_the_package(model, monkeypatch):
 def test_only_the_usual_load_format(model):
     with pytest.raises(ValueError, match=r"load_format='pt': .*model\.gguf is a GGUF file: leave load_format out"):
         load_weights(load_decoder(model), model, load_format="pt")
+
+
+def test_not_through_transformers(model):
+    assert read_spec(model, model_impl="vllm") == read_spec(model)
+    with pytest.raises(ValueError, match="model_impl='transformers': a GGUF file runs natively alone"):
+        read_spec(model, model_impl="transformers")
 
 
 def touched(folder: Path, *names: str) -> None:

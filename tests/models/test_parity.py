@@ -207,6 +207,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "phimoe",
         {"sliding_window": 6, "lm_head_bias": False, "attention_bias": False, "num_local_experts": 16},
     ),
+    "doge-biases-window": (
+        "doge",
+        {"sliding_window": 6, "attention_bias": True, "mlp_bias": True, "head_dim": 16, "num_key_value_heads": 1},
+    ),
     "kolibri1-layers": (
         "kolibri1",
         {"num_hidden_layers": 5, "layer_types": None, "norm_topk_prob": True},

@@ -43,6 +43,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "tiny-qwen3": tiny_config("qwen3", max_position_embeddings=512, tie_word_embeddings=True),
     "tiny-qwen3-moe": tiny_config("qwen3_moe", max_position_embeddings=512),
     "tiny-ernie4.5-moe": tiny_config("ernie4_5_moe", max_position_embeddings=512),
+    "tiny-dbrx": tiny_config("dbrx", max_seq_len=512),
     "tiny-hunyuan": tiny_config("hunyuan_v1_dense", max_position_embeddings=512),
     "tiny-hunyuan-moe": tiny_config("hunyuan_v1_moe", max_position_embeddings=512),
     "tiny-nemotron": tiny_config("nemotron", max_position_embeddings=512),
@@ -57,7 +58,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 # So that these tests are themselves tested: with experts that are forced upon a model, in all layers or some, and with
 # slopes that are made exact. What families compute on the CPU is for test_parity.py.
-EVERYWHERE = ("tiny-qwen3-moe", "tiny-ernie4.5-moe", "tiny-falcon-alibi")
+EVERYWHERE = ("tiny-qwen3-moe", "tiny-ernie4.5-moe", "tiny-dbrx", "tiny-falcon-alibi")
 FLOAT32_LIMIT = 1e-4  # the two compute the powers of the rope base on different devices
 BF16_RATIO = 1.2
 

@@ -39,6 +39,12 @@ SHARED = dataclasses.replace(LAYER, attention=dataclasses.replace(ATTENTION, own
 APART = MoESpec(num_experts=2, top_k=1, intermediate_size=8, shared=LAYER.mlp, apart=NormSpec(kind="rms", eps=1e-6))
 
 
+def test_residual_weights_are_for_blocks_one_after_the_other():
+    for wrong in ({"parallel": "one norm"}, {"norm_position": "post"}):
+        with pytest.raises(ValueError, match="residual_weights need norm_position='pre'"):
+            dataclasses.replace(SPEC, residual_weights=True, **wrong)
+
+
 def test_heads_differ_between_layers():
     """Each layer has a cache of its own shape."""
     spec = dataclasses.replace(SPEC, layers=(LAYER, WIDE, LAYER))

@@ -51,7 +51,11 @@ def is_nvidia(arch: Arch) -> bool:
 
 
 def has_float8(arch: Arch) -> bool:
-    """Converts float8_e4m3fn, or its launchers raise. AMD's MI300 has another format, with one NaN and one zero."""
+    """Converts float8_e4m3fn, or its launchers raise. AMD's MI300 has another format, with one NaN and one zero.
+
+    float8_e5m2 is converted everywhere, but Triton 3.6 chooses the instructions once a process, by the first chip that
+    it compiles for: where several chips take turns, ask here, too.
+    """
     return isinstance(arch, int) and arch >= 89
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-FP8 = torch.float8_e4m3fn
+FP8, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FLOAT8 = {False: None, True: FP8, "e5m2": E5M2}  # of a cache, as problems name it; None: as queries
 NOWHERE = (-1, 2**31 - 1, 1_000_000_007)
 LAYOUTS = ("apart", "pool", "heads first")
 
@@ -47,7 +48,11 @@ class Problem:
 
     def exact(self) -> "Problem":
         """The same values in float32, for the reference."""
-        caches = {} if self.k_cache.dtype == FP8 else {"k_cache": self.k_cache.float(), "v_cache": self.v_cache.float()}
+        caches = (
+            {}
+            if self.k_cache.dtype in (FP8, E5M2)
+            else {"k_cache": self.k_cache.float(), "v_cache": self.v_cache.float()}
+        )
         return replace(self, q=self.q.float(), **caches)
 
 
@@ -74,7 +79,7 @@ def make_problem(
     head_size: int = 64,
     block_size: int = 16,
     dtype: torch.dtype = torch.float32,
-    float8: bool = False,
+    float8: bool | str = False,
     layout: str = "pool",
     padding: int = 0,
     **options: Any,
@@ -84,7 +89,8 @@ def make_problem(
     heads = kv_heads * group
     counts = [-(-n // block_size) for n in seq_lens]
     total = sum(counts) + 2
-    k_cache, v_cache = nan_caches((total, block_size, kv_heads, head_size), layout, FP8 if float8 else dtype, device)
+    sizes = (total, block_size, kv_heads, head_size)
+    k_cache, v_cache = nan_caches(sizes, layout, FLOAT8[float8] or dtype, device)
     ids = random.Random(0).sample(range(total), total)
     width = max(counts, default=0) + 2
     tables = torch.tensor(NOWHERE, dtype=torch.int32).repeat(len(counts), width)[:, :width].contiguous()
@@ -134,7 +140,7 @@ def shapes() -> st.SearchStrategy[dict[str, Any]]:
             "head_size": st.sampled_from([16, 24, 40, 64]),
             "block_size": st.sampled_from([1, 3, 5, 16, 32, 256]),
             "layout": st.sampled_from(LAYOUTS),
-            "float8": st.booleans(),
+            "float8": st.sampled_from([False, True, "e5m2"]),
         }
     )
 

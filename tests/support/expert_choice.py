@@ -50,6 +50,15 @@ def experts_of(model: PreTrainedModel, forced: Sequence[torch.Tensor] | None = N
     """
     chosen: list[torch.Tensor] = []
 
+    def hook_of_logits(router: Any, args: Any, logits: torch.Tensor) -> torch.Tensor:
+        """DBRX's router says no more: the experts that it shall not choose get none of the softmax."""
+        ids = logits.topk(model.config.ffn_config.moe_top_k).indices
+        if forced is not None:
+            ids = forced[len(chosen)].to(ids.dtype)
+            logits = torch.full_like(logits, -torch.inf).scatter(1, ids, logits.gather(1, ids))
+        chosen.append(ids)
+        return logits
+
     def hook(router: Any, args: Any, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         logits, weights, ids = output
         if forced is not None:
@@ -58,8 +67,13 @@ def experts_of(model: PreTrainedModel, forced: Sequence[torch.Tensor] | None = N
         chosen.append(ids)
         return logits, weights, ids
 
-    routers = [module for module in model.modules() if type(module).__name__.endswith(("TopKRouter", "MoEV1Gate"))]
-    handles = [router.register_forward_hook(hook) for router in routers]
+    hooks = {"TopKRouter": hook, "MoEV1Gate": hook, "DbrxRouter": hook_of_logits}
+    handles = [
+        module.register_forward_hook(hooks[end])
+        for module in model.modules()
+        for end in hooks
+        if type(module).__name__.endswith(end)
+    ]
     try:
         yield chosen
     finally:

@@ -44,33 +44,39 @@ def scaled_checkpoint(times: float = 1.0, **fields: Any) -> Path:
     return folder
 
 
-def rounded(x: torch.Tensor, scale: float) -> torch.Tensor:
-    """``x / scale`` in e4m3, to the nearest, times ``scale``; what is beyond the largest number becomes it."""
-    return (x / scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn).to(x.dtype) * scale
+def rounded(x: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+    """``x / scale`` in float8, to the nearest, times ``scale``; what is beyond the largest number becomes it."""
+    most = torch.finfo(dtype).max
+    return (x / scale).clamp(-most, most).to(dtype).to(x.dtype) * scale
 
 
 class RoundedCache(DynamicCache):  # type: ignore[misc]
-    """Args: ``scales``, of keys and of values, by layer; 1 where there are none."""
+    """Args: ``scales``, of keys and of values, by layer; 1 where there are none. ``dtype``: which float8."""
 
-    def __init__(self, scales: Mapping[int, tuple[float, float]]) -> None:
+    def __init__(self, scales: Mapping[int, tuple[float, float]], dtype: torch.dtype) -> None:
         super().__init__()
-        self._scales = scales
+        self._scales, self._dtype = scales, dtype
 
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer: int, *others: Any, **more: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         k_scale, v_scale = self._scales.get(layer, UNSCALED)
-        return super().update(rounded(keys, k_scale), rounded(values, v_scale), layer, *others, **more)
+        return super().update(
+            rounded(keys, k_scale, self._dtype), rounded(values, v_scale, self._dtype), layer, *others, **more
+        )
 
 
 @torch.no_grad()
 def log_probabilities(
-    folder: Path, tokens: list[int], scales: Mapping[int, tuple[float, float]] | None = None
+    folder: Path,
+    tokens: list[int],
+    scales: Mapping[int, tuple[float, float]] | None = None,
+    dtype: torch.dtype = torch.float8_e4m3fn,
 ) -> torch.Tensor:
     """``[T, V]`` float32, of the token behind each of ``tokens[T]``; keys and values are rounded if there are
     ``scales``."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    cache = DynamicCache() if scales is None else RoundedCache(scales)
+    cache = DynamicCache() if scales is None else RoundedCache(scales, dtype)
     name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     logits = model(torch.tensor([tokens]), **{name: cache}, use_cache=True).logits[0]
     return torch.log_softmax(logits.float(), -1)
@@ -86,7 +92,12 @@ def engine_log_probabilities(llm: LLM, tokens: list[int]) -> torch.Tensor:
 
 
 def check_against(
-    folder: Path, llm: LLM, tokens: list[int], scales: Mapping[int, tuple[float, float]], part: float = 0.1
+    folder: Path,
+    llm: LLM,
+    tokens: list[int],
+    scales: Mapping[int, tuple[float, float]],
+    part: float = 0.1,
+    dtype: torch.dtype = torch.float8_e4m3fn,
 ) -> None:
     """Check an engine's log-probabilities of a prompt.
 
@@ -96,8 +107,9 @@ def check_against(
     Args:
         folder: the checkpoint, without scales.
         part: how far the result may be off, of what rounding changes.
+        dtype: which float8.
     """
     found = engine_log_probabilities(llm, tokens)
-    want, unrounded = log_probabilities(folder, tokens, scales), log_probabilities(folder, tokens)
+    want, unrounded = log_probabilities(folder, tokens, scales, dtype), log_probabilities(folder, tokens)
     effect = (want - unrounded).abs().max()
     assert effect > 1e-2 and (found - want).abs().max() < part * effect

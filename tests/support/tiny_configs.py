@@ -181,6 +181,7 @@ _EXTRA: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 500000.0, "clip_qkv": 1.5},
         "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 8, "moe_top_k": 3},
     },
+    "doge": {"head_dim": 24, "keep_window_size": 200},
     "ctrl": {"n_positions": 256, "n_embd": 64, "n_layer": 3, "n_head": 4, "dff": 88, "tie_word_embeddings": True},
     "xglm": {
         "d_model": 64,

@@ -30,16 +30,6 @@ from tritonllm.models.families import spec_from_config, weight_map
 from tritonllm.models.spec import ModelSpec
 from tritonllm.models.weights import load_weights
 
-# Modules that are called otherwise in files than in transformers' memory.
-_RENAMED = {
-    "attention_sink_bias": "sinks",
-    ".block_sparse_moe.": ".mlp.",
-    "embed_out.": "lm_head.",
-    ".mlp.moe_statics.": ".mlp.gate.moe_statics.",
-    ".mlp.experts.e_score_correction_bias": ".mlp.gate.e_score_correction_bias",
-    ".mlp.shared_expert.": ".mlp.shared_experts.",
-}
-
 
 def build_reference(
     config: dict[str, Any], *, dtype: torch.dtype = torch.float32, device: torch.device | None = None
@@ -60,17 +50,10 @@ def build_reference(
 def reference_state(
     model: PreTrainedModel, spec: ModelSpec, parameters: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Our parameters under the names that a model of transformers has in memory, where experts are stacked."""
-    slots = weight_map(spec)
-    stacked = {slot.parameter for slot in slots.values() if slot.axis == 1}
-    state, known = {}, model.state_dict().keys()
-    for name, slot in slots.items():
-        if slot.expert is None or slot.parameter not in stacked:
-            renamed = name
-            for in_files, in_memory in _RENAMED.items():
-                renamed = renamed.replace(in_files, in_memory)
-            state[name if name in known else renamed] = slot.read(parameters[slot.parameter])
-    return state
+    """Our parameters under the names that a model of transformers has in memory; what it has not is left out."""
+    known = model.state_dict().keys()
+    places = ((name, slot) for name, slot in weight_map(spec).items() if name in known)
+    return {name: slot.read(parameters[slot.parameter]) for name, slot in places}
 
 
 def reference_model(config: dict[str, Any], *, seed: int = 0) -> PreTrainedModel:
@@ -84,7 +67,7 @@ def reference_model(config: dict[str, Any], *, seed: int = 0) -> PreTrainedModel
         centre = 0.0 if kind.startswith(minus_one) and not kind.startswith("Gemma4") else 1.0
         is_norm = "Norm" in kind
         for name, p in module.named_parameters(recurse=False):
-            if (is_norm and name == "weight") or kind == "Gemma4TextRouter":
+            if (is_norm and name == "weight") or kind == "Gemma4TextRouter" or name.endswith("_residual"):
                 p.data.normal_(centre, 0.2, generator=generator)
             else:
                 p.data.normal_(0.0, p.shape[-1] ** -0.5 if p.dim() >= 2 else 0.1, generator=generator)

@@ -190,7 +190,7 @@ def test_drafts_sampling_and_grammars():
     assert "tritonllm.sample_edited" in text
 
 
-@pytest.mark.filterwarnings("ignore:BitNetForCausalLM is not a native family")
+@pytest.mark.filterwarnings("ignore:BitNetForCausalLM does not run natively")
 def test_through_transformers(tmp_path):
     write_checkpoint(tmp_path, {**tiny_config("llama"), "model_type": WITHOUT_FAMILY}, config_style=5)
     llm = watched(checkpoint=tmp_path, skip_tokenizer_init=True, max_model_len=64)

@@ -11,7 +11,7 @@ from tritonllm.models.fallback import fallback_spec, load_fallback
 from tritonllm.teach.xray import images
 from tritonllm.teach.xray.lens import Guess, attention_pattern, logit_lens
 
-pytestmark = pytest.mark.filterwarnings("ignore:OlmoForCausalLM is not a native family")
+pytestmark = pytest.mark.filterwarnings("ignore:OlmoForCausalLM does not run natively")
 CPU = torch.device("cpu")
 TOKENS = random_tokens(19, 101, seed=4)
 # one head of keys for several of queries, norms of heads; windows and caps; sinks; ALiBi; a window in some layers

@@ -1,7 +1,8 @@
 """The command ``tritonllm``: ``generate`` text, ``embed`` it, ``chat``, ``complete`` texts, ``serve`` a model over
 HTTP, ``route`` requests to several servers, look at a server (``dashboard``), answer a ``batch`` of requests, measure
-speed (``bench``), build kernels ahead (``precompile``), place experts on ranks (``rebalance-experts``), show what there
-is (``info``) and what a ``trace`` says, teach how it works (``tutorial``).
+speed (``bench``), build kernels ahead (``precompile``), write a model with narrow weights (``quantize``), place experts
+on ranks (``rebalance-experts``), show what there is (``info``) and what a ``trace`` says, teach how it works
+(``tutorial``).
 
 Results go to stdout, everything else to stderr. Exit status: 0 all done; 1 something failed (one line on stderr;
 ``--debug`` adds the traceback); 2 wrong usage; 130 interrupted. torch is imported after the arguments are known to be
@@ -30,6 +31,7 @@ from tritonllm.cli import (
     generate,
     info,
     precompile,
+    quantize,
     rebalance_experts,
     route,
     serve,
@@ -62,7 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="COMMAND", parser_class=argparse.ArgumentParser
     )
-    alone = [command.add_parser(commands) for command in (generate, embed, serve, batch, info, precompile)]
+    alone = [command.add_parser(commands) for command in (generate, embed, serve, batch, info, precompile, quantize)]
     of_models = [*alone, *chat.add_parsers(commands), *bench.add_parsers(commands)]
     for added in of_models:
         added.add_argument(

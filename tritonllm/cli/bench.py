@@ -137,7 +137,7 @@ def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
     form = options.get("load_format", "auto")
     how = {"load_format": form, "download_dir": options.get("download_dir")}
     folder = checkpoint.resolve(args.model, options.pop("revision", None), trust_remote_code=trusted, **how)
-    spec = read_spec(folder, trust_remote_code=trusted)
+    spec = read_spec(folder, trust_remote_code=trusted, model_impl=options.get("model_impl", "auto"))
     begin = time.perf_counter()
     llm = make_llm(str(folder), **options)
     start = time.perf_counter() - begin

@@ -10,6 +10,7 @@ from tritonllm.config.engine import (
     KV_CACHE_DTYPES,
     LOAD_FORMATS,
     LOGPROBS_MODES,
+    MODEL_IMPLS,
     NO_COMPILATION,
     STRUCTURED_OUTPUTS_BACKENDS,
 )
@@ -64,6 +65,10 @@ ENGINE: dict[str, dict[str, Any]] = {
         "choices": LOAD_FORMATS,
         "help": "which files (default: auto, safetensors before pt); dummy: random weights, when only speed matters",
     },
+    "model-impl": {
+        "choices": MODEL_IMPLS,
+        "help": "what computes the model (default: auto, a family, and transformers where there is none)",
+    },
     "max-model-len": {"type": int, "metavar": "N", "help": "most tokens of prompt and output together"},
     "block-size": {"type": int, "metavar": "N", "help": "tokens per block of a rank's KV cache (default: 16)"},
     "num-blocks": {"type": int, "metavar": "N", "help": "blocks of the KV cache (default: as many as fit)"},
@@ -101,6 +106,10 @@ ENGINE: dict[str, dict[str, Any]] = {
     "kv-cache-dtype": {
         "choices": KV_CACHE_DTYPES,
         "help": "of keys and values in the KV cache (default: auto, the model's); fp8: a byte each, see docs/engine.md",
+    },
+    "calculate-kv-scales": {
+        "action": "store_true",
+        "help": "find scales for --kv-cache-dtype fp8 at the start, where the checkpoint has none, by a fixed prompt",
     },
     "kv-transfer-config": {
         "metavar": "JSON",

@@ -21,8 +21,9 @@ from tritonllm.config.speculative import SpeculativeConfig as SpeculativeConfig
 from tritonllm.config.vllm_arguments import translate
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-KV_CACHE_DTYPES = (*DTYPES, "fp8", "fp8_e4m3")
+KV_CACHE_DTYPES = (*DTYPES, "fp8", "fp8_e4m3", "fp8_e5m2")
 LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
+MODEL_IMPLS = ("auto", "vllm", "transformers")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 POLICIES = ("fcfs", "priority")
 RUNNERS = ("auto", "generate", "pooling")
@@ -69,6 +70,8 @@ class ModelConfig:
         max_model_len: most tokens of prompt and output together; by default the model's own limit.
         load_format: ``safetensors`` files, ``pt`` (``pytorch_model*.bin``), ``auto`` for the first of them that is
             there; ``dummy`` fills the weights from ``seed`` instead of reading them.
+        model_impl: what computes the model: ``vllm``, as vLLM calls it, one of our families; ``transformers`` with our
+            attention; ``auto`` a family, and transformers where there is none.
         quantization: make the weights of the layers' products narrow when they are loaded: ``fp8`` (e4m3) or ``int8``,
             a byte an element with a scale for each row, or ``int4``, half a byte with a scale for each 128 columns of a
             row; activations, embeddings and the output projection keep ``dtype``. ``None`` leaves them as they are. Of
@@ -101,6 +104,7 @@ class ModelConfig:
     device: str = "auto"
     max_model_len: int | None = None
     load_format: str = "auto"
+    model_impl: Literal["auto", "vllm", "transformers"] = "auto"
     quantization: str | None = None
     allow_nan: bool = False
     seed: int = 0
@@ -119,6 +123,7 @@ class ModelConfig:
             raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
         one_of("dtype", self.dtype, DTYPES)
         one_of("load_format", self.load_format, LOAD_FORMATS)
+        one_of("model_impl", self.model_impl, MODEL_IMPLS)
         if self.quantization is not None:
             one_of("quantization", self.quantization, QUANTIZATIONS)
         one_of("runner", self.runner, RUNNERS)
@@ -155,7 +160,10 @@ class CacheConfig:
             by a copy. ``None`` or 0: they are computed again. With the connector ``CudaIpc`` of the GPU's memory.
         kv_cache_dtype: the dtype of keys and values in the cache: ``auto``, or the model's dtype by its name; ``fp8``
             (``fp8_e4m3`` is the same) rounds them to a byte each, after a division by the checkpoint's scales if it has
-            some, so that the same memory holds twice the blocks of a 16-bit model.
+            some, so that the same memory holds twice the blocks of a 16-bit model. ``fp8_e5m2`` rounds to a bit less
+            of mantissa, has the range of float16 and no scales, and runs on GPUs that do not convert e4m3.
+        calculate_kv_scales: where the checkpoint has no scales, find some for ``kv_cache_dtype="fp8"`` at the start, by
+            the keys and values of a fixed prompt.
     """
 
     block_size: int = 16
@@ -165,10 +173,17 @@ class CacheConfig:
     enable_prefix_caching: bool = True
     kv_offloading_size: float | None = None
     kv_cache_dtype: str = "auto"
+    calculate_kv_scales: bool = False
 
     def __post_init__(self) -> None:
         at_least("block_size", self.block_size, 1)
         one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
+        is_a("calculate_kv_scales", self.calculate_kv_scales, bool)
+        if self.calculate_kv_scales and self.kv_cache_dtype not in ("fp8", "fp8_e4m3"):
+            raise ValueError(
+                f"calculate_kv_scales: a cache of kv_cache_dtype={self.kv_cache_dtype!r} has no scales: leave it out, "
+                "or add kv_cache_dtype='fp8'"
+            )
         if self.block_size > MOST_BLOCK_TOKENS:
             raise ValueError(f"block_size must be at most {MOST_BLOCK_TOKENS}, got {self.block_size}")
         at_least("num_blocks", self.num_blocks, 1)
@@ -399,6 +414,11 @@ class EngineConfig:
                 "count_expert_load: a stage knows the experts of its own layers alone; leave it out with "
                 f"pipeline_parallel_size={stages}"
             )
+        if self.cache.calculate_kv_scales and (stages > 1 or self.parallel.decode_context_parallel_size > 1):
+            raise ValueError(
+                "calculate_kv_scales: measured by one stage with all keys of a sequence; leave it out with "
+                f"{sizes}, or use a checkpoint with scales"
+            )
         if stages > 1 and self.logits_processors:
             raise ValueError(
                 "logits_processors: those of whole batches want to see each step's tokens before the next step; leave "
@@ -408,6 +428,7 @@ class EngineConfig:
     def _check_shared_experts(self) -> None:
         lacking: dict[str, object] = {
             "deterministic": self.deterministic,
+            "calculate_kv_scales": self.cache.calculate_kv_scales,
             "compilation_config": self.compilation_config.mode,
             "enable_sleep_mode": self.enable_sleep_mode,
             "speculative_config": self.speculative_config,

@@ -77,7 +77,6 @@ class VllmEngine:
     worker_extension_cls: Any = None
     # the checkpoint
     task: Any = "auto"
-    model_impl: Any = "auto"
     config_format: Any = "auto"
     hf_config_path: Any = None
     hf_overrides: Any = None
@@ -95,7 +94,6 @@ class VllmEngine:
     cpu_offload_gb: Any = 0
     # the cache and the schedule
     kv_cache_memory_bytes: Any = None
-    calculate_kv_scales: Any = None
     prefix_caching_hash_algo: Any = None
     disable_sliding_window: Any = False
     disable_hybrid_kv_cache_manager: Any = None
@@ -162,7 +160,6 @@ ALSO_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "config_format": ("hf",),
     "tokenizer_mode": ("hf",),
     "prefix_caching_hash_algo": ("builtin", "sha256", "xxhash"),
-    "calculate_kv_scales": (False,),
     "kv_offloading_backend": ("native",),
     "disable_hybrid_kv_cache_manager": (False,),
     "guided_decoding_backend": ("auto", "xgrammar"),

@@ -29,6 +29,7 @@ _HOME = {
     "fused_add_rms_norm": "elementwise.norm",
     "fused_add_rms_norm_quantize": "elementwise.quantized",
     "silu_and_mul_quantize": "elementwise.quantized",
+    "quantize_rows": "elementwise.quantized",
     "layer_norm": "elementwise.layernorm",
     "fused_add_layer_norm": "elementwise.layernorm",
     "linear": "dense.linear",

@@ -23,6 +23,7 @@ from tritonllm.kernels import (
 )
 from tritonllm.layers.context import split_attention
 from tritonllm.layers.fusion import decodes_at_once, normalises_heads
+from tritonllm.layers.key_bias import ROOM, KeyBias
 from tritonllm.layers.linear import Linear
 from tritonllm.layers.metadata import AttentionMetadata, CacheShape, KVCacheView
 from tritonllm.layers.norm import BlockInput, Norm, NormSpec
@@ -103,6 +104,10 @@ class AttentionSpec:
             input that multiplies the heads' output; ``None`` for no gate.
         output_gate_over: what has a number of that projection of its own: each ``element``, or each ``head``.
         alibi_slopes: the slope of each head's linear bias; ``None`` for no bias.
+        key_bias: key heads on all ranks, where each key has a number that is added to its logits, computed from the
+            values that its token has in all of them (:mod:`tritonllm.layers.key_bias`; Doge); 0 for no such number.
+            With a ``scale``, and without ``values_are_keys``, ``value_size``, ``query_scaling``, ``own_keys`` off,
+            ``clip_qkv`` or ``qk_norm_after_rope``.
         causal: whether a token sees none behind it. Without that a window is to both sides, and sequences come whole.
     """
 
@@ -131,6 +136,7 @@ class AttentionSpec:
     output_gate: Literal["sigmoid", "softplus"] | None = None
     output_gate_over: Literal["element", "head"] = "element"
     alibi_slopes: tuple[float, ...] | None = None
+    key_bias: int = 0
     causal: bool = True
 
     def __post_init__(self) -> None:
@@ -143,6 +149,11 @@ class AttentionSpec:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
         check_head_size(self.head_size)
+        if self.key_bias:
+            check_head_size(self.cache.size)
+            others = self.values_are_keys, self.value_size, self.query_scaling, not self.own_keys, self.clip_qkv
+            if self.scale is None or self.qk_norm_after_rope or any(others):
+                raise ValueError("key_bias is supported with a scale, and with heads of one size that are projected")
         if self.rope is not None and self.rope.rotary_dim > self.head_size:
             raise ValueError(f"rotary_dim must be at most head_size={self.head_size}, got {self.rope.rotary_dim}")
         if self.qk_norm_after_rope and (self.qk_norm is None or self.rope is None):
@@ -163,7 +174,7 @@ class AttentionSpec:
     @property
     def cache(self) -> CacheShape:
         """What the layer keeps of a token, or the layer that it reads."""
-        return CacheShape(self.num_kv_heads, self.head_size)
+        return CacheShape(self.num_kv_heads, self.head_size + (ROOM if self.key_bias else 0))
 
     @property
     def projections(self) -> tuple[tuple[int, int], ...]:
@@ -224,8 +235,14 @@ class Attention(nn.Module):
                 self.k_norm = Norm(self._norm_shape(spec.num_kv_heads), spec.qk_norm, dtype=dtype, device=device)
         if spec.v_norm is not None and spec.own_keys:
             self.v_norm = Norm((spec.head_size,), spec.v_norm, dtype=dtype, device=device)
+        self.key_bias: KeyBias | None = None
+        if spec.key_bias:
+            how: dict[str, Any] = {"of": spec.key_bias, "head_size": spec.head_size, "scale": spec.scale}
+            how |= {"shift": spec.qkv_bias, "dtype": dtype, "device": device, "group": group}
+            self.key_bias = KeyBias(spec.num_heads, spec.num_kv_heads, **how)
         over, after = spec.qk_norm_over, spec.qk_norm_after_rope
-        self._normed_with_rope = self.k_norm is not None and normalises_heads(self.k_norm.spec.kind, over, after)
+        known = self.k_norm is not None and normalises_heads(self.k_norm.spec.kind, over, after)
+        self._normed_with_rope = known and not spec.key_bias  # behind a key is what its norm must not see
         self._bound: BoundLayer | None = None
         self.sinks = empty_parameter(spec.num_heads, dtype=dtype, device=device) if spec.sinks else None
         slopes = None if spec.alibi_slopes is None else torch.tensor(spec.alibi_slopes, device=device)
@@ -257,14 +274,17 @@ class Attention(nn.Module):
             ``[R, hidden]``, to be added.
         """
         qkv = self._with_values_of_cache(self.qkv(*x))
+        if self.key_bias is not None:
+            self._normalize_heads(qkv, self.spec.head_size)
+            qkv = self.key_bias.append(qkv.unflatten(1, (-1, self.spec.head_size))).flatten(1)
         if self.spec.query_scaling is not None:  # a rotation is linear, so it may come after
             assert query_scale is not None  # the same for all layers: computed once for a step
             queries = self._heads_of(qkv)[:, : self.spec.num_heads]
             queries *= query_scale
         gate = None if self.gate is None else self.gate(*x)
         out = self.attend(qkv, positions, cos_sin_cache, metadata, kv_cache)
-        if self.spec.value_size is not None:
-            out = out.unflatten(1, (self.spec.num_heads, -1))[:, :, : self.spec.value_size].flatten(1)
+        if self.spec.output_size < self.spec.cache.size:
+            out = out.unflatten(1, (self.spec.num_heads, -1))[:, :, : self.spec.output_size].flatten(1)
         if gate is not None:
             output_gate(out, gate, function=self.spec.output_gate, out=out)
         return Addend(self.o, out if rows is None else out.index_select(0, rows))
@@ -307,8 +327,8 @@ class Attention(nn.Module):
             assert cos_sin_cache is not None and self.spec.rope is not None
             apply_rope(*self._queries_and_keys(qkv), positions, cos_sin_cache, interleaved=self.spec.rope.interleaved)
             cos_sin_cache = None
-        if not self._normed_with_rope:
-            self._normalize_heads(qkv)
+        if not self._normed_with_rope and self.key_bias is None:
+            self._normalize_heads(qkv, spec.head_size)
         local = metadata.local
         if spec.own_keys and local is None and not self.batch_invariant and decodes_at_once(metadata):
             layer = self._bind(cos_sin_cache, kv_cache)
@@ -356,10 +376,10 @@ class Attention(nn.Module):
         weights = {"q_weight": self.q_norm.weight, "k_weight": self.k_norm.weight}
         return {**heads, **weights, "eps": norm.eps, "weight_offset": norm.weight_offset}
 
-    def _normalize_heads(self, qkv: torch.Tensor) -> None:
-        """The norms that this kernel does not know, in place."""
+    def _normalize_heads(self, qkv: torch.Tensor, size: int) -> None:
+        """The norms that this kernel does not know, in place, of heads of so many elements."""
         over_all = self.spec.qk_norm_over == "all"
-        for module, x in zip((self.q_norm, self.k_norm), self._queries_and_keys(qkv), strict=True):
+        for module, x in zip((self.q_norm, self.k_norm), self._queries_and_keys(qkv, size), strict=True):
             if module is None:
                 continue
             x = x.view(x.shape[0], -1) if over_all else x
@@ -368,13 +388,14 @@ class Attention(nn.Module):
             else:
                 module.normalize(x, out=x)
 
-    def _queries_and_keys(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _queries_and_keys(self, qkv: torch.Tensor, size: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of them: ``[T, H, D]`` and ``[T, K, D]``, or of no keys where there are none."""
-        heads, queries = self._heads_of(qkv), self.spec.num_heads
+        heads, queries = self._heads_of(qkv, size), self.spec.num_heads
         return heads[:, :queries], heads[:, queries : queries + self.spec.num_kv_heads]
 
-    def _heads_of(self, qkv: torch.Tensor) -> torch.Tensor:
-        size = self.spec.head_size
+    def _heads_of(self, qkv: torch.Tensor, size: int | None = None) -> torch.Tensor:
+        """``[T, ..., size]``; by default as many elements as the cache has of a head."""
+        size = size or self.spec.cache.size
         return qkv.unflatten(1, (qkv.shape[1] // size, size))
 
 

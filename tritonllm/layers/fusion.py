@@ -8,7 +8,8 @@ block's first weight. How many launches that takes depends on the number of rows
 - **some hundred** (medium, on Hopper): a block's last product adds to the stream and begins the norm; the product that
   follows ends it (:mod:`tritonllm.kernels.dense.medium`).
 - **many**: products are cuBLAS's. What a block computed is pending until the norm that follows adds it. What sums up
-  the experts adds to the stream and computes the next norm itself.
+  the experts adds to the stream and computes the next norm itself. For products that round their rows, the norm leaves
+  these rounded.
 
 Other layers (norms after a block, parallel blocks) only add and normalise in one launch.
 
@@ -24,13 +25,14 @@ have their place here too: a trait, which :func:`plan_step` will turn into anoth
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 import torch
 
 from tritonllm.kernels.dense.linear import MAX_M
 from tritonllm.kernels.dense.medium import begins_norms, rows_that_begin_norms
+from tritonllm.kernels.dense.portable.tiles import MAX_BLOCK_M
 from tritonllm.kernels.dense.weight import PLAIN, Weight
 from tritonllm.layers.metadata import AttentionMetadata
 
@@ -65,6 +67,7 @@ class LayerPlan:
     attention_add: AddBy
     mlp_norm: NormBy
     mlp_add: AddBy
+    rounds_to: torch.dtype | None = None  # of 8 bits: as what an addition leaves the norm
 
 
 @dataclass(frozen=True)
@@ -85,10 +88,12 @@ class LayerTraits:
     """What of a layer decides its fusions.
 
     Attributes:
-        sequential: two blocks, one after the other, each with a norm before it and none after it.
+        sequential: two blocks, one after the other, each with a norm before it and none after it, which change the
+            stream by adding to it alone.
         rms: whether its norms are RMS norms; the kernels of products know no others.
         parallel: whether both blocks read the layer's input.
         begins_norms: whether it pays that its products begin norms and end them.
+        rounds_to: what its products round their rows to, if they do: the launch that does takes the norm along.
         router: how many elements the router's weight has; 0 if the MLP is dense.
         norms_router: whether the launch of the router can take the norm before it along: they are of one dtype.
         sums_last: whether nothing comes after the sum of the experts: there are experts, and no shared MLP.
@@ -102,6 +107,7 @@ class LayerTraits:
     parallel: bool = False
     partial: bool = False
     begins_norms: bool = False
+    rounds_to: torch.dtype | None = None
     router: int = 0
     norms_router: bool = True
     sums_last: bool = False
@@ -114,7 +120,10 @@ class LayerTraits:
         """A layer whose products have these ``weights``, from the first to the last. Narrow ones begin no norms."""
         plain = all(weight.format == PLAIN for weight in weights)
         begins = sequential and rms and not partial and plain and all(begins_norms(weight.data) for weight in weights)
-        return cls(sequential=sequential, rms=rms, parallel=parallel, begins_norms=begins, partial=partial)
+        rounds = {weight.data.dtype if weight.rounds_rows else None for weight in weights}
+        rounds_to = rounds.pop() if len(rounds) == 1 and sequential and rms else None
+        traits = cls(sequential=sequential, rms=rms, parallel=parallel, partial=partial)
+        return replace(traits, begins_norms=begins, rounds_to=rounds_to)
 
     @classmethod
     def of_experts(
@@ -146,19 +155,23 @@ class FusionLimits:
 
     Attributes:
         few: most rows of which products normalise first and add to the stream; -1 for none, as on the CPU.
+        rounded: the same where products round their rows.
         medium: rows of which products begin norms and end them.
         routed: most rows, times elements of the router, of which norm and router are one launch.
         summed: most rows of which the launch that sums up the ranks' parts adds and normalises; -1 for none.
     """
 
     few: int = -1
+    rounded: int = -1
     medium: range = range(0)
     routed: int = MAX_ROUTED_AT_ONCE
     summed: int = -1
 
     @classmethod
     def of(cls, device: torch.device, summed: int = -1) -> "FusionLimits":
-        return cls(-1 if device.type == "cpu" else MAX_M, rows_that_begin_norms(device), summed=summed)
+        if device.type == "cpu":
+            return cls(summed=summed)
+        return cls(MAX_M, MAX_BLOCK_M, rows_that_begin_norms(device), summed=summed)
 
 
 def few_rows(x: torch.Tensor) -> bool:
@@ -224,14 +237,14 @@ def _plan_layer(
         return LayerPlan(enter, AddBy.LATER, between, AddBy.LATER)
     # a product that begins a norm has the rows of the one that ends it; a norm that is computed need not be ended
     medium = layer.begins_norms and wanted is None and rows in limits.medium and handed is not _Handed.NORMED
-    few = not medium and layer.sequential and kept <= limits.few
+    few = not medium and layer.sequential and kept <= (limits.few if layer.rounds_to is None else limits.rounded)
     by_product = NormBy.PRODUCT if layer.rms else NormBy.ALONE
     if handed is _Handed.ADDEND:
         enter = NormBy.ADDITION
     elif handed is _Handed.NORMED or (handed is _Handed.BEGUN and medium):
         enter = NormBy.BEFORE
     else:
-        enter = by_product if medium or few else NormBy.ALONE
+        enter = by_product if medium or few or layer.rounds_to is not None else NormBy.ALONE
     if medium:
         add = AddBy.PRODUCT if last else AddBy.PRODUCT_WITH_NORM
         return LayerPlan(enter, AddBy.PRODUCT_WITH_NORM, NormBy.BEFORE, add)
@@ -240,7 +253,8 @@ def _plan_layer(
         return LayerPlan(enter, AddBy.PRODUCT, by_product if routed else NormBy.ALONE, AddBy.PRODUCT)
     hands_on = layer.sums_last and layer.sequential and layer.rms and not last
     add = AddBy.PRODUCT_WITH_NORM if hands_on else AddBy.LATER
-    return LayerPlan(enter, AddBy.LATER, NormBy.ALONE if layer.parallel else NormBy.ADDITION, add)
+    between = NormBy.ALONE if layer.parallel else NormBy.ADDITION
+    return LayerPlan(enter, AddBy.LATER, between, add, layer.rounds_to)
 
 
 def _handed_on(layer: LayerTraits, plan: LayerPlan) -> _Handed:
@@ -283,8 +297,9 @@ class FusionPlanner:
             rows = _beyond(rows, limits.summed)
             wanted = None if wanted is None else _beyond(wanted, limits.summed)
         else:
-            rows = min(rows, max(limits.few + 1, limits.medium.stop))
-            wanted = None if wanted is None else min(wanted, limits.few + 1)
+            most = max(limits.few, limits.rounded)
+            rows = min(rows, max(most + 1, limits.medium.stop))
+            wanted = None if wanted is None else min(wanted, most + 1)
         key = running, rows, wanted
         plan = self._plans.get(key)
         if plan is None:

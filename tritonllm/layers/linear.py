@@ -109,6 +109,7 @@ class Linear(HoldsWeights):
         x: torch.Tensor,
         norm: Norm | None = None,
         squares: torch.Tensor | None = None,
+        scales: torch.Tensor | None = None,
         *,
         activation: str | None = None,
         gated: bool = False,
@@ -118,7 +119,8 @@ class Linear(HoldsWeights):
         """``x[T, in]`` -> ``[T, out]``, with what surrounds the product: in one launch if there are few rows.
 
         Args:
-            x, norm, squares: a :class:`~tritonllm.layers.norm.BlockInput`. With ``squares`` there is no ``residual``.
+            x, norm, squares, scales: a :class:`~tritonllm.layers.norm.BlockInput`. With ``squares`` there is no
+                ``residual``.
             activation: the function that is applied to the result; with ``gated`` to its first half, which then
                 multiplies the second.
             residual: ``[T, out]``, to which ``scale`` times the result is added in place.
@@ -142,11 +144,12 @@ class Linear(HoldsWeights):
             return F.linear(x, self.weight, self.bias)
         # without the checks of `linear`: what a layer multiplies fits in every step
         columns = self.weight.shape[0] // 2 if gated else self.weight.shape[0]
-        out = x.new_empty(x.shape[0], columns) if residual is None else residual
+        out = x.new_empty(x.shape[0], columns, dtype=self.dtype) if residual is None else residual
         norm_weight, spec = (None, _NO_NORM) if norm is None else (norm.weight, norm.spec)
         numbers = spec.eps, spec.weight_offset, activation, gated, residual is not None, scale, True, self.together
         operands = Operands(x, self.weight, self.bias, norm_weight, out, self.workspace)
-        return multiply(operands, Fused(*numbers), self._scaled)
+        scaled = self._scaled if scales is None else self._scaled._replace(of_rows=scales)
+        return multiply(operands, Fused(*numbers), scaled)
 
     def _invariantly(
         self, x: torch.Tensor, activation: str | None, gated: bool, residual: torch.Tensor | None, scale: float
@@ -182,12 +185,18 @@ class Linear(HoldsWeights):
         self.hold("weight", pack_weight(self.weight))
         self._packed = self.operand.format != PLAIN
 
-    def alone(self, x: torch.Tensor) -> torch.Tensor:
-        """This and what follows: a block's last product (:class:`~tritonllm.layers.residual.LastProduct`)."""
-        return self.forward(x)
+    @property
+    def rounds_to(self) -> torch.dtype | None:
+        """What it rounds its rows to, if it does."""
+        return self.weight.dtype if self._scaled.rounds_rows else None
 
-    def add_to(self, stream: torch.Tensor, x: torch.Tensor, scale: float) -> None:
-        self.forward(x, residual=stream, scale=scale)
+    def alone(self, x: torch.Tensor | BlockInput) -> torch.Tensor:
+        """This and what follows: a block's last product (:class:`~tritonllm.layers.residual.LastProduct`)."""
+        return self.forward(*x) if isinstance(x, BlockInput) else self.forward(x)
+
+    def add_to(self, stream: torch.Tensor, x: torch.Tensor | BlockInput, scale: float) -> None:
+        x = x if isinstance(x, BlockInput) else BlockInput(x)
+        self.forward(*x, residual=stream, scale=scale)
 
     def add_and_normalize(self, stream: torch.Tensor, x: torch.Tensor, norm: Norm, scale: float) -> BlockInput:
         """The norm is only begun: the product that follows ends it."""

@@ -3,6 +3,8 @@
 RMS norm: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019). Layer norm: Ba et al. (2016).
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -14,6 +16,7 @@ from tritonllm.kernels import elementwise as kernels
 from tritonllm.kernels.collective import AddedNorm
 from tritonllm.kernels.elementwise import cpu
 from tritonllm.kernels.elementwise.norm import add_and_normalize, normalize
+from tritonllm.kernels.runtime.float8 import empty_rows
 from tritonllm.kernels.runtime.registry import runs_in_torch
 from tritonllm.layers.parameters import empty_parameter
 
@@ -84,6 +87,12 @@ class Norm(nn.Module):
             return self._in_torch(residual.add_(x, alpha=x_scale)), residual
         return add_and_normalize(x, residual, self._arguments(), x_scale)
 
+    def add_and_round(self, x: torch.Tensor, residual: torch.Tensor, x_scale: float, dtype: torch.dtype) -> BlockInput:
+        """As :meth:`forward` with a residual, of an RMS norm; the normalised sum leaves as float8 or int8."""
+        rounded = empty_rows(x, x.shape[-1], dtype)
+        add_and_normalize(x, residual, self._arguments(), x_scale, rounded)
+        return BlockInput(rounded[0], scales=rounded[1])
+
     def normalize(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """Normalise ``x[..., *shape]`` without a residual, into ``out`` (which may be ``x``) or a new tensor."""
         if out is None and self._of_rows and runs_in_torch(x):
@@ -127,8 +136,10 @@ class BlockInput(NamedTuple):
         norm: an RMS norm that the product takes along; ``None`` if the rows are as they should be.
         squares: ``[parts, T]`` float32, with a ``norm`` that was begun: ``rows`` are multiplied by its weight, and
             their squares before that add up to these. What is left is to divide by the root mean square.
+        scales: ``[T]`` float32, by which rows that are float8 or int8 have still to be multiplied.
     """
 
     rows: torch.Tensor
     norm: Norm | None = None
     squares: torch.Tensor | None = None
+    scales: torch.Tensor | None = None

@@ -40,7 +40,7 @@ class HoldsWeights(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self._formats: dict[str, tuple[str, Groups]] = {}
+        self._formats: dict[str, tuple[str, Groups, bool]] = {}
 
     def hold(self, name: str, to: torch.Tensor | Weight) -> None:
         """Multiply by this weight from here on. By a narrow one on the CPU, whose products read wide weights, by its
@@ -58,7 +58,7 @@ class HoldsWeights(nn.Module):
                 self._parameters[part] = parameter
             else:
                 self.register_parameter(part, parameter)
-        self._formats[name] = of.format, of.groups
+        self._formats[name] = of.format, of.groups, of.rounds_rows
 
     @property
     def held_names(self) -> tuple[str, ...]:
@@ -67,6 +67,6 @@ class HoldsWeights(nn.Module):
 
     def held(self, name: str) -> Weight:
         """The weight as products take it."""
-        format, groups = self._formats[name]
+        format, groups, rounds_rows = self._formats[name]
         scales, zeros, row_scales = (getattr(self, f"{name}_{part}") for part in ("scales", "zeros", "row_scales"))
-        return Weight(getattr(self, name), scales, format, groups, zeros, row_scales)
+        return Weight(getattr(self, name), scales, format, groups, zeros, row_scales, rounds_rows)

@@ -81,8 +81,9 @@ class Stream:
         self._partial = False  # it is a part
         self._input = given  # the next block's, as far as it is computed
 
-    def enter(self, norm: Norm | None, by: NormBy) -> BlockInput:
-        """The input of a block that begins with ``norm`` (``None``: with the stream itself), which ``by`` computes."""
+    def enter(self, norm: Norm | None, by: NormBy, rounds_to: torch.dtype | None = None) -> BlockInput:
+        """The input of a block that begins with ``norm`` (``None``: with the stream itself), which ``by`` computes; an
+        addition leaves it in ``rounds_to``, if it is there."""
         given, self._input = self._input, None
         if by is NormBy.BEFORE:
             assert given is not None
@@ -101,6 +102,8 @@ class Stream:
                 if norm is None:
                     self.rows.add_(addend, alpha=self._scale)
                     return BlockInput(self.rows)
+                if rounds_to is not None:
+                    return norm.add_and_round(addend, self.rows, self._scale, rounds_to)
                 normed, _ = norm(addend, self.rows, self._scale)
         elif norm is None:
             return BlockInput(self.rows)

@@ -117,7 +117,7 @@ class Decoder(nn.Module):
         if self.layer_inputs is not None:
             put_beside(self.layer_inputs.children(), self.together)
         specs = [layer.attention for layer in self.spec.layers]
-        self._heads = {(spec.num_heads, spec.num_kv_heads, spec.head_size) for spec in specs}
+        self._heads = {(spec.num_heads, *spec.cache) for spec in specs}
         group.reserve(spec.hidden_size, dtype)
         self.quantization: str | None = None
         self.scales_of_layers: Mapping[int, KVScales] = {}

@@ -64,6 +64,10 @@ class DecoderLayer(nn.Module):
         if spec.layer_inputs is not None:
             self.input = LayerInput(spec.hidden_size, spec.layer_inputs, spec.norm, **how)
         self.scalar = empty_parameter(1, **how) if spec.layer_scalars else None
+        self.attention_residual = self.mlp_residual = None
+        if spec.residual_weights:
+            self.attention_residual = empty_parameter(spec.hidden_size, **how)
+            self.mlp_residual = empty_parameter(spec.hidden_size, **how)
         # a router's bits must not depend on how many experts a rank has
         self.together = HEAVY if isinstance(self.mlp, MoE) else sum(p.numel() for p in self.parameters())
         for module in self.modules():
@@ -72,12 +76,17 @@ class DecoderLayer(nn.Module):
         self._spec, self._partial = spec, group.size > 1
 
     @property
+    def norms_blocks(self) -> bool:
+        """Whether a norm before a block is of that block's input alone."""
+        return self._spec.norm_position in ("pre", "sandwich") and not self.one_norm
+
+    @property
     def traits(self) -> LayerTraits:
         """What of the layer, with the weights that it has now, decides its fusions."""
         attention, mlp, spec = self.attention, self.mlp, self._spec
         parallel, settles = spec.parallel is not None, self.input is not None or self.scalar is not None
         traits = {
-            "sequential": spec.norm_position == "pre" and not parallel and not settles,
+            "sequential": spec.norm_position == "pre" and not (parallel or settles or spec.residual_weights),
             "rms": spec.norm.kind == "rms",
             "parallel": parallel,
             "partial": self._partial,
@@ -117,9 +126,11 @@ class DecoderLayer(nn.Module):
             query_scale: ``[T, 1, 1]``, what queries grow by; ``None`` where they do not.
             place: which of the stream's layer inputs is this layer's.
         """
-        x = stream.enter(self.attention_norm, plan.attention_norm)
+        x = stream.enter(self.attention_norm, plan.attention_norm, plan.rounds_to)
         if rows is not None:
             stream.keep(rows)
+        if self.attention_residual is not None:
+            stream.rows.mul_(self.attention_residual)  # nothing is pending, and no product reads it for its norm
         stream.add(  # without a name for what is added: its memory would be held during the MLP
             self.attention(x, positions, cos_sin_cache, metadata, kv_cache, rows, query_scale),
             plan.attention_add,
@@ -127,9 +138,11 @@ class DecoderLayer(nn.Module):
             following=self.mlp_norm,
         )
         if not self.one_norm:
-            x = stream.enter(self.mlp_norm, plan.mlp_norm)
+            x = stream.enter(self.mlp_norm, plan.mlp_norm, plan.rounds_to)
         elif rows is not None:
             x = BlockInput(x.rows.index_select(0, rows))
+        if self.mlp_residual is not None:
+            stream.rows.mul_(self.mlp_residual)
         addend = self.mlp(x, counter, exchanged, stream.rows) if isinstance(self.mlp, MoE) else self.mlp(x)
         stream.add(addend, plan.mlp_add, after=self.mlp_post_norm, following=following)
         if self.input is not None:

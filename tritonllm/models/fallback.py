@@ -232,7 +232,7 @@ def load_fallback(
     decoder = TransformersDecoder(lm, spec, dtype=dtype, max_model_len=max_model_len, **how)
     graphs = "" if decoder.supports_graphs else " and takes no CUDA graphs"
     warnings.warn(
-        f"{spec.architecture} is not a native family: transformers computes it, with our attention. This is "
+        f"{spec.architecture} does not run natively: transformers computes it, with our attention. This is "
         f"slower{graphs}; see docs/models.md",
         stacklevel=2,
     )

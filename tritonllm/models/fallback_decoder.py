@@ -61,7 +61,7 @@ class FallbackSpec:
 
 def refused(architecture: str, reason: str) -> ValueError:
     return ValueError(
-        f"{architecture} is not a native family and cannot run through transformers either: {reason} (see "
+        f"{architecture} does not run natively and cannot run through transformers either: {reason} (see "
         "docs/models.md)"
     )
 

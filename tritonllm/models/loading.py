@@ -22,6 +22,7 @@ from tritonllm.models.fallback_decoder import FallbackSpec, TransformersDecoder
 from tritonllm.models.fallback_weights import LiveWriter
 from tritonllm.models.families import is_supported, spec_from_config
 from tritonllm.models.formats.registry import stored_format
+from tritonllm.models.gguf.header import is_gguf
 from tritonllm.models.interface import CausalLM
 from tritonllm.models.local_spec import check, check_context
 from tritonllm.models.quantization import check_quantization, narrowing, quantize_layers
@@ -85,7 +86,7 @@ def stage_model(folder: Path, like: Decoder, *, load_format: str, seed: int, all
 
 
 def read_spec(
-    folder: Path, *, trust_remote_code: bool = False, as_classifier: bool = False
+    folder: Path, *, trust_remote_code: bool = False, as_classifier: bool = False, model_impl: str = "auto"
 ) -> ModelSpec | FallbackSpec:
     """What ``config.json`` describes.
 
@@ -93,15 +94,19 @@ def read_spec(
         folder: the folder of the checkpoint.
         trust_remote_code: run Python code of the checkpoint, for architectures that transformers does not know.
         as_classifier: whether the files of a causal model have a classifier in the place of its output projection.
+        model_impl: as in :class:`~tritonllm.config.engine.ModelConfig`.
 
     Raises:
-        ValueError: no such file, a bad field, or a model that can run neither as a family nor through transformers.
+        ValueError: no such file, a bad field, or a model that can run neither as a family nor through transformers, or
+            not by the one of them that ``model_impl`` asks for.
     """
     config: Mapping[str, Any] = checkpoint.read_config(folder)
     if as_classifier:
         config = families.as_classifier(config)
-    if is_supported(config):
+    if model_impl == "vllm" or (model_impl == "auto" and is_supported(config)):
         return spec_from_config(config)
+    if model_impl == "transformers" and is_gguf(folder):
+        raise ValueError("model_impl='transformers': a GGUF file runs natively alone: leave it out")
     return fallback_spec(folder, trust_remote_code)
 
 
@@ -184,7 +189,7 @@ def load_model(
     quantization = None if quantization == stored else quantization
     check_quantization(spec, quantization, device, stored)
     if isinstance(spec, FallbackSpec):
-        logger.info("%s has no family here: the fallback decoder runs it through transformers", spec.architecture)
+        logger.info("%s does not run natively: the fallback decoder runs it through transformers", spec.architecture)
         return load_fallback(
             folder,
             spec,

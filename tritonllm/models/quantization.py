@@ -1,8 +1,9 @@
 """Narrow weights made of a model's 16-bit ones when it is loaded: ``quantization="fp8"``, ``"int8"`` or ``"int4"``.
 
 The weights of all layers' products become numbers of a byte with a scale for each row, or of four bits with one for
-each 128 columns of a row; embeddings, the output projection, routers, norms and biases stay as they are, and so do
-activations. Ranks that have parts of a row agree on its scale, so that several ranks have the weights of one.
+each 128 columns of a row; embeddings, the output projection, routers, norms and biases stay as they are. Products with
+float8 round their rows to it, too, but for those of experts; with the others activations stay as they are. Ranks that
+have parts of a row agree on its scale, so that several ranks have the weights of one.
 """
 
 import torch
@@ -95,12 +96,14 @@ def _narrow(weight: torch.Tensor, quantization: str, model: Decoder, by_columns:
     scales = *experts, *groups.shape(n, k)
     if weight.is_meta:
         data = weight.new_empty(*experts, n, k // 2 if quantization == INT4 else k, dtype=NARROW[quantization])
-        return Weight(data, weight.new_empty(scales, dtype=torch.float32), quantization, groups)
+        scale = weight.new_empty(scales, dtype=torch.float32)
+        return Weight(data, scale, quantization, groups, rounds_rows=quantization == FP8 and not experts)
     largest = None
     if by_columns and groups.columns == 0:
         largest = model.group.stack(weight.abs().amax(-1, keepdim=True).float()).amax(0)
     if not experts:
-        return quantize_weight(weight, quantization, groups, largest=largest)
+        narrow = quantize_weight(weight, quantization, groups, largest=largest)
+        return narrow._replace(rounds_rows=quantization == FP8)
     each = [
         quantize_weight(one, quantization, groups, largest=None if largest is None else largest[place])
         for place, one in enumerate(weight)

@@ -145,6 +145,9 @@ def _of_layer(layer: LayerSpec) -> dict[str, Split | Once]:
         "attention.o.bias": Once(),
         "attention.gate.weight": Split(0, (Section(attention.num_heads, given // attention.gate_size),)),
         "attention.sinks": Split(0, (Section(attention.num_heads),)),
+        "attention.key_bias.of_values.weight": Split(1, (Section(attention.num_kv_heads, size),)),
+        "attention.key_bias.strength": Split(0, (Section(attention.num_kv_heads),)),
+        "attention.key_bias.shift": Split(0, (Section(attention.num_kv_heads),)),
     }
     if attention.qk_norm_over != "head":  # weights of each head
         unit = size if attention.qk_norm_over == "all" else 1

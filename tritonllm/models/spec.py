@@ -70,6 +70,8 @@ class ModelSpec:
         eos_token_ids: tokens that end a sequence.
         dtype: the dtype of the checkpoint.
         layer_scalars: each layer multiplies the stream by a learned number behind its blocks (Gemma 4).
+        residual_weights: each block multiplies the stream, before it adds, by learned numbers, one for each column
+            (Doge). With ``norm_position="pre"``, without ``parallel``.
         layer_inputs: what each layer gets of each token beside the stream (Gemma 4); ``None`` for nothing.
         text_of: the architecture whose text model it is, where a checkpoint has towers for images or sound beside it.
     """
@@ -101,6 +103,7 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float32
     layer_scalars: bool = False
+    residual_weights: bool = False
     layer_inputs: LayerInputSpec | None = None
     text_of: str = ""
 
@@ -121,6 +124,8 @@ class ModelSpec:
             raise ValueError(f"layers with an attention_chunk must agree in it, got {sorted(chunks)}")
         if self.parallel is not None and self.norm_position != "pre":
             raise ValueError(f"parallel={self.parallel!r} needs norm_position='pre', got {self.norm_position!r}")
+        if self.residual_weights and (self.norm_position != "pre" or self.parallel is not None):
+            raise ValueError("residual_weights need norm_position='pre', and no parallel blocks")
 
     def up_to(self, length: int) -> "ModelSpec":
         """The model for sequences of at most ``length`` tokens, without what only longer ones have."""

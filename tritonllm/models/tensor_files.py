@@ -31,18 +31,19 @@ FILES = {
 BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16}  # of an element, for types that are weights as they are
 # Types that parts of narrow weights have (tritonllm.models.formats).
 _NARROW = {"F8_E4M3": 8, "F8_E8M0": 8, "I8": 8, "U8": 8, "I32": 32, "I64": 64}
-_CODES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e8m0fnu: "F8_E8M0",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.int32: "I32",
-    torch.int64: "I64",
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "I64": torch.int64,
 }
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
 _ZIP = b"PK\x03\x04"
 # What torch's unpickler raises where bytes of a file are wrong or missing.
 _DAMAGE = (

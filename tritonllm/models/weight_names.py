@@ -45,6 +45,8 @@ class WeightNames:
         stacked_interleaved: whether gate and up alternate in those (GPT-OSS).
         flat_up, flat_down: names of tensors with all experts one below the other, gate, up and the transposed
             projection back; with them, there are no others (DBRX).
+        key_bias, key_bias_strength: what makes the numbers behind keys (Doge); no ``.weight`` follows the second.
+        attention_residual, mlp_residual: the numbers by which the blocks multiply the stream; no ``.weight`` follows.
         scalar: the number that multiplies the stream behind a layer; no ``.weight`` follows (Gemma 4).
         input_table, input_project, input_norm: what makes the inputs of all layers (Gemma 4).
         input_gate, input_back, input_post_norm: what a layer does with its input.
@@ -99,6 +101,10 @@ class WeightNames:
     shared_up: tuple[str, ...] = ("gate_proj", "up_proj")
     shared_down: str = "down_proj"
     shared_gate: str = "mlp.shared_expert_gate"
+    key_bias: str = ""
+    key_bias_strength: str = ""
+    attention_residual: str = ""
+    mlp_residual: str = ""
     scalar: str = "layer_scalar"
     input_table: str = "model.embed_tokens_per_layer"
     input_project: str = "model.per_layer_model_projection"
@@ -182,6 +188,9 @@ def _behind_the_mlp(spec: ModelSpec, names: WeightNames, theirs: str, ours: str)
         yield from _stream_norm(spec, names, theirs + names.input_post_norm, f"{ours}.input.norm")
     if spec.layer_scalars:
         yield theirs + names.scalar, Slot(parameter=f"{ours}.scalar", shape=(1,))
+    if spec.residual_weights:
+        for name, place in (names.attention_residual, "attention"), (names.mlp_residual, "mlp"):
+            yield theirs + name, Slot(parameter=f"{ours}.{place}_residual", shape=(hidden,))
 
 
 def _stream_norm(spec: ModelSpec, names: WeightNames, theirs: str, ours: str) -> Iterator[Entry]:
@@ -266,6 +275,13 @@ def _attention(hidden: int, spec: AttentionSpec, names: WeightNames, theirs: str
     if spec.output_gate:
         gates = of_heads // spec.gate_size
         yield from _linear(theirs + names.gate, f"{ours}.gate", gates, spec.input_size or hidden, bias=False)
+    if spec.key_bias:
+        bias, place = theirs + names.key_bias, f"{ours}.key_bias"
+        size = kv_heads * spec.head_size
+        yield from _linear(bias, f"{place}.of_values", kv_heads, size, bias=False)
+        yield theirs + names.key_bias_strength, Slot(parameter=f"{place}.strength", shape=(kv_heads,))
+        if spec.qkv_bias:
+            yield f"{bias}.bias", Slot(parameter=f"{place}.shift", shape=(kv_heads,))
     if spec.sinks:
         yield theirs + names.sinks, Slot(parameter=f"{ours}.sinks", shape=(heads,))
 

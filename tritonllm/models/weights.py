@@ -40,7 +40,7 @@ from tritonllm.models.text_part import names_in_files
 
 Stored = StoredTensor | NarrowTensor
 # What architectures call the output projection; with tied embeddings it may be stored all the same.
-_OUTPUTS = ("lm_head.weight", "embed_out.weight", "output.weight", "output_projection.weight")
+OUTPUTS = ("lm_head.weight", "embed_out.weight", "output.weight", "output_projection.weight")
 # Buffers of old checkpoints that follow from the configuration: rotary frequencies and causal masks.
 _DERIVED = re.compile(
     r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.masked_bias|embeddings\.(position|token_type)_ids)$"
@@ -159,7 +159,7 @@ def dummy_weights(model: Decoder, seed: int) -> None:
         if isinstance(module, Norm) and full.endswith(".weight"):
             if parameter is not None:
                 parameter.fill_(1.0 - module.spec.weight_offset)
-        elif full.endswith((".scalar", ".expert_scale")):
+        elif full.endswith((".scalar", ".expert_scale", "_residual")):
             if parameter is not None:
                 parameter.fill_(1.0)
         elif parameter is not None and split is None:
@@ -230,7 +230,7 @@ class _Plan:
 
 def _plan(model: Decoder, stored: Mapping[str, Stored], where: str) -> _Plan:
     """Check names, shapes, types and coverage; ``where`` begins messages that are not about one file."""
-    (slots, embedding, outputs), (shards, group) = _places(model), _shards(model)
+    (slots, tables, outputs), (shards, group) = _places(model), _shards(model)
     accepted = _accepted_names(slots, text_of=bool(model.spec.text_of))
     home: dict[str, str] = {}  # name of the slot -> name in the checkpoint
     fitting: dict[str, Slot] = {}  # by the name in the checkpoint
@@ -243,7 +243,8 @@ def _plan(model: Decoder, stored: Mapping[str, Stored], where: str) -> _Plan:
         if accepted[name] in home:
             raise ValueError(f"{where}tensors {home[accepted[name]]} and {name} are two names of one")
         home[accepted[name]] = name
-    twins = [(home.pop(name), home[embedding]) for name in outputs if name in home and embedding in home]
+    embedding = next((home[name] for name in tables if name in home), None)
+    twins = [(home.pop(name), embedding) for name in outputs if name in home and embedding is not None]
     _check_complete(slots, home, where)
     read = set(home.values())
     by_name = {name: fitting[name] for name in stored if name in read}
@@ -256,18 +257,34 @@ def _plan(model: Decoder, stored: Mapping[str, Stored], where: str) -> _Plan:
     return _Plan(by_name, twins, parts, [name for name in others if name in own])
 
 
-def _places(model: Decoder) -> tuple[dict[str, Slot], str, list[str]]:
-    """The places of the whole model's tensors, by name; the embeddings' name, and names of an output projection that is
-    the same table, and has its place."""
+def _places(model: Decoder) -> tuple[dict[str, Slot], list[str], list[str]]:
+    """The places of the whole model's tensors, by name; the embeddings' names, and those of an output projection that
+    is the same table, and has its place."""
     slots = weight_map(model.whole)
     _check_map(model, slots)
-    embedding = next(name for name, slot in slots.items() if slot.parameter == "embed.weight")
-    outputs = [name for name in _OUTPUTS if name not in slots] if model.spec.tie_word_embeddings else []
-    return {**slots, **dict.fromkeys(outputs, slots[embedding])}, embedding, outputs
+    tables = [name for name, slot in slots.items() if slot.parameter == "embed.weight"]
+    outputs = [name for name in OUTPUTS if name not in slots] if model.spec.tie_word_embeddings else []
+    return {**slots, **dict.fromkeys(outputs, slots[tables[0]])}, tables, outputs
+
+
+def slots_in_files(model: Decoder, stored: Mapping[str, Stored], where: str) -> dict[str, Slot]:
+    """The place of each tensor of a checkpoint that the model has, by the checkpoint's names, in its order. Left out is
+    what a checkpoint may have and the model has not: buffers that follow from the configuration, other models' layers,
+    and an output projection that is the embeddings.
+
+    Args:
+        model: may be on a meta device.
+        stored: the checkpoint's weights, without scales of the cache.
+        where: begins messages that are not about one file.
+
+    Raises:
+        ValueError: a tensor missing, left over, there twice, or of a wrong shape or type; the message names it.
+    """
+    return _plan(model, stored, where).slots
 
 
 class WeightWriter:
-    """Overwrites weights of a model one by one, under their checkpoint names.
+    """Overwrites weights of a model one by one, under the names that checkpoints or transformers' memory have.
 
     Args:
         model: the model. Of one rank of several it is a part, and what is written whole tensors all the same.
@@ -281,8 +298,10 @@ class WeightWriter:
         if any(parameter.layout is not torch.strided for parameter in model.parameters()):
             raise ValueError("load_weights: on the CPU these weights lie packed: use reload_weights with a folder")
         self._model, self._allow_nan = model, allow_nan
-        self._slots, _, _ = _places(model)
-        self._accepted = _accepted_names(self._slots, text_of=bool(model.spec.text_of))
+        slots, tables, outputs = _places(model)
+        accepted = _accepted_names(slots, text_of=bool(model.spec.text_of))
+        self._accepted = {name: tables[0] if place in outputs else place for name, place in accepted.items()}
+        self._slots = {name: slot for name, slot in slots.items() if name not in outputs}
         self._parameters, self._shards = _parameters(model), _shards(model)
         self._written: dict[str, str] = {}
 
@@ -402,7 +421,7 @@ def _check_complete(slots: Mapping[str, Slot], home: Mapping[str, str], where: s
     if not missing:
         return
     others = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-    if missing[0] in _OUTPUTS and not others:
+    if missing[0] in OUTPUTS and not others:
         why = (
             "if the model uses its embeddings as output projection, set tie_word_embeddings to true in config.json; "
             "else the files are incomplete"

@@ -9,7 +9,8 @@ from tritonllm.kernels import varlen_prefill_attention
 from tritonllm.kernels.attention.prefill import shared_config
 from tritonllm.kernels.runtime import releases, tuning
 
-BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+FP8, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 CASES = [
     # heads, kv heads, head size, block size, dtype, cache dtype, longest sequence
     (14, 2, 64, 128, FP16, FP16, 512),  # a block holds whole tiles
@@ -45,6 +46,8 @@ def test_compiles(arch):
         launch(14, 2, 64, 16, FP16, FP16, 512, causal=False, softcap=5.0, return_lse=True)  # spilled on sm_100
         launch(8, 4, 256, 16, BF16, BF16, 512, softcap=50.0)  # Gemma 2
         launch(12, 12, 64, 16, BF16, BF16, 512, apart=True, causal=False, window=65)  # ModernBERT
+        if has_float8(arch):
+            launch(32, 8, 128, 16, BF16, E5M2, 512)
     assert_resources(kernels)
 
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.attention import FP8, make_problem, options, shapes
+from support.attention import E5M2, FP8, make_problem, options, shapes
 from support.compare import FLOATS, assert_close, assert_logs_close, poisoned
 from support.examples import examples
 
@@ -68,8 +68,8 @@ def check(arguments, keywords, settled) -> None:
     """Against the reference in float32; all slots but the newest stay as they are."""
     qkv, *caches = arguments[:3]
     # A float8 cache: in the dtype of the rows, whose roundings decide on which side of a float8 step a number falls.
-    dtype = qkv.dtype if caches[0].dtype == FP8 else torch.float32
-    exact = [cache.clone() if cache.dtype == FP8 else cache.float() for cache in caches]
+    dtype = qkv.dtype if caches[0].dtype in (FP8, E5M2) else torch.float32
+    exact = [cache.clone() if cache.dtype in (FP8, E5M2) else cache.float() for cache in caches]
     want, want_lse = fused_decode_attention_ref(
         qkv.to(dtype, copy=True), *exact, *arguments[3:], **keywords, return_lse=True
     )
@@ -185,7 +185,8 @@ REAL = [
 @pytest.mark.parametrize(("heads", "kv_heads", "head_size", "block_size", "norm", "lens"), REAL)
 def test_real_shapes(device, heads, kv_heads, head_size, block_size, norm, lens, dtype, settled):
     shape = {"kv_heads": kv_heads, "group": heads // kv_heads, "head_size": head_size, "block_size": block_size}
-    for more in ({}, {"window": 100, "sinks": True, "softcap": 30.0}, {"float8": True, "k_scale": "heads"}):
+    float8 = {"float8": True, "k_scale": "heads"}, {"float8": "e5m2"}
+    for more in ({}, {"window": 100, "sinks": True, "softcap": 30.0}, *float8):
         arguments, keywords = make_case(device, lens, rotary=head_size, norm=norm, dtype=dtype, **shape, **more)
         check(arguments, keywords, settled)
 

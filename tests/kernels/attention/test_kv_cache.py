@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.attention import FP8, LAYOUTS, nan_caches
+from support.attention import E5M2, FLOAT8, FP8, LAYOUTS, nan_caches
 from support.compare import FLOATS
 
 from tritonllm.kernels import copy_blocks, copy_blocks_ref, store_kv, store_kv_ref
@@ -40,7 +40,7 @@ def check_store(k, v, caches, slots, **scales) -> None:
     head_size=st.sampled_from([1, 8, 24, 64]),
     block_size=st.sampled_from([1, 3, 16, 256]),
     dtype=st.sampled_from(FLOATS),
-    float8=st.booleans(),
+    float8=st.sampled_from(list(FLOAT8)),
     layout=st.sampled_from(LAYOUTS),
     k_scale=st.sampled_from([None, 0.3, "heads"]),
     v_scale=st.sampled_from([None, 0.01, "heads"]),  # 0.01: beyond float8's range
@@ -57,7 +57,7 @@ def test_store_matches_reference(
     heads = torch.rand(kv_heads, device=device) + 0.01
     scales = {"k_scale": heads if k_scale == "heads" else k_scale, "v_scale": heads if v_scale == "heads" else v_scale}
     with tuning.override("store_kv", {**config, "num_warps": 4}):
-        check_store(k, v, nan_caches(shape, layout, FP8 if float8 else dtype, device), slots.to(device), **scales)
+        check_store(k, v, nan_caches(shape, layout, FLOAT8[float8] or dtype, device), slots.to(device), **scales)
 
 
 def test_store_then_read(device):
@@ -72,11 +72,13 @@ def test_store_then_read(device):
         assert (cache == 0).all()
 
 
-def test_float8_saturates(device):
-    k = torch.tensor([448.0, 449.0, 1e9, -1e9, float("inf"), -float("inf"), float("nan"), 1e-9], device=device)
-    cache = torch.zeros(1, 1, 1, 8, device=device).to(FP8)
+@pytest.mark.parametrize(("dtype", "most"), [(FP8, 448.0), (E5M2, 57344.0)], ids=str)
+def test_float8_saturates(device, dtype, most):
+    inf = float("inf")
+    k = torch.tensor([most, most * 1.002, 1e9, -1e9, inf, -inf, float("nan"), 1e-9], device=device)
+    cache = torch.zeros(1, 1, 1, 8, device=device).to(dtype)
     store_kv(k.view(1, 1, 8), k.view(1, 1, 8), cache, cache.clone(), torch.zeros(1, dtype=torch.int64, device=device))
-    want = torch.tensor([448.0, 448.0, 448.0, -448.0, 448.0, -448.0, float("nan"), 0.0], device=device)
+    want = torch.tensor([most, most, most, -most, most, -most, float("nan"), 0.0], device=device)
     assert same_bits(cache.view(8), want)
 
 
@@ -85,7 +87,7 @@ def test_float8_saturates(device):
     kv_heads=st.integers(1, 3),
     head_size=st.sampled_from([1, 8, 24]),
     block_size=st.sampled_from([1, 3, 16]),
-    dtype=st.sampled_from([*FLOATS, FP8]),
+    dtype=st.sampled_from([*FLOATS, FP8, E5M2]),
     layout=st.sampled_from(LAYOUTS),
     count=st.integers(0, 4),
     skip=st.integers(0, 2),
@@ -156,9 +158,10 @@ def test_bad_copy_arguments(change, message):
 @pytest.mark.parametrize(("arch", "fits"), [(80, False), (89, True), (90, True), ("gfx942", False)])
 def test_float8_needs_a_gpu_that_knows_it(monkeypatch, arch, fits):
     monkeypatch.setattr(float8, "chip_of", lambda device: Chip("cuda", arch, 132))
-    cache = SimpleNamespace(dtype=FP8, device=torch.device("cuda"))
-    with nullcontext() if fits else pytest.raises(ValueError, match=r"k_cache is .* use a cache of the model's dtype"):
+    cache, other = (SimpleNamespace(dtype=dtype, device=torch.device("cuda")) for dtype in (FP8, E5M2))
+    with nullcontext() if fits else pytest.raises(ValueError, match=r"k_cache is .* use a cache of torch.float8_e5m2"):
         check_float8(cache)
+    check_float8(other)
 
 
 def test_operators(device):
@@ -172,14 +175,14 @@ def test_operators(device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("float8", [False, True])
+@pytest.mark.parametrize("float8", FLOAT8)
 @pytest.mark.parametrize("tokens", [1, 64, 4096])
 def test_real_shapes(device, dtype, float8, tokens):
     for kv_heads, head_size, block_size in ((8, 128, 16), (2, 64, 128), (4, 80, 7)):
         k, v = fused_kv(tokens, kv_heads, head_size, dtype, device)
         shape = (tokens // block_size + 2, block_size, kv_heads, head_size)
         slots = torch.randperm(shape[0] * block_size, device=device)[:tokens]
-        check_store(k, v, nan_caches(shape, "pool", FP8 if float8 else dtype, device), slots)
+        check_store(k, v, nan_caches(shape, "pool", FLOAT8[float8] or dtype, device), slots)
 
 
 @pytest.mark.gpu

@@ -17,7 +17,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     rows=st.integers(1, 5),
     blocks=st.integers(1, 6),
     elements=st.sampled_from([1, 8, 24, 130]),
-    dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, FP8]),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, FP8, torch.float8_e5m2]),
     count=st.integers(0, 6),
     skip=st.integers(0, 2),
 )
@@ -40,7 +40,7 @@ def test_matches_reference(device, rows, blocks, elements, dtype, count, skip):
 @given(
     rows=st.integers(1, 5),
     elements=st.sampled_from([1, 24, 130]),
-    dtype=st.sampled_from([torch.bfloat16, torch.float32, FP8]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32, FP8, torch.float8_e5m2]),
     count=st.integers(0, 6),
     skip=st.integers(0, 2),
 )

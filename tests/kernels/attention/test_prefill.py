@@ -239,7 +239,7 @@ TURNS = [
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("float8", [False, True], ids=["", "float8"])
+@pytest.mark.parametrize("float8", [False, True, "e5m2"], ids=["", "e4m3", "e5m2"])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_size", "block_size", "new", "cached"), TURNS)
 def test_keys_shared_out_of_real_shapes(device, heads, kv_heads, head_size, block_size, new, cached, float8):
     lens = [n + c for n, c in zip(new, cached, strict=True)]

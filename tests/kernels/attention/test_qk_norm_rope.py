@@ -2,7 +2,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.attention import FP8, LAYOUTS, nan_caches
+from support.attention import E5M2, FLOAT8, FP8, LAYOUTS, nan_caches
 from support.compare import FLOATS, assert_close, with_row_padding
 
 from tritonllm.kernels import (
@@ -23,15 +23,15 @@ def case(tokens, heads, kv_heads, head_size, *, dtype, device, block_size=16, fl
     qkv = torch.randn(tokens, (heads + 2 * kv_heads) * head_size).to(device, dtype)
     shape = (tokens // block_size + 2, block_size, kv_heads, head_size)
     slots = torch.randperm(shape[0] * block_size)[:tokens].to(device)
-    return qkv, nan_caches(shape, layout, FP8 if float8 else dtype, device), slots
+    return qkv, nan_caches(shape, layout, FLOAT8[float8] or dtype, device), slots
 
 
 def check(qkv, caches, slots, *rope, **options) -> None:
     """Against the reference in float32; keys and values in the rows, and all other slots, stay as they are."""
     before = qkv.clone()
     # A float8 cache: in the dtype of the rows, whose roundings decide on which side of a float8 step a number falls.
-    dtype = qkv.dtype if caches[0].dtype == FP8 else torch.float32
-    want = [cache.clone() if cache.dtype == FP8 else cache.float() for cache in caches]
+    dtype = qkv.dtype if caches[0].dtype in (FP8, E5M2) else torch.float32
+    want = [cache.clone() if cache.dtype in (FP8, E5M2) else cache.float() for cache in caches]
     want_q = qk_norm_rope_store_ref(qkv.to(dtype, copy=True), *want, slots, *rope, **options)
     q = qk_norm_rope_store(qkv, *caches, slots, *rope, **options)
     assert q.data_ptr() == qkv.data_ptr()
@@ -98,7 +98,7 @@ def test_matches_reference(
 
 @given(
     tokens=st.integers(0, 4),
-    float8=st.booleans(),
+    float8=st.sampled_from(list(FLOAT8)),
     k_scale=st.sampled_from([None, 0.3, "heads"]),
     v_scale=st.sampled_from([None, 0.01, "heads"]),  # 0.01: beyond float8's range
 )
@@ -213,7 +213,7 @@ def test_operator(device, all_parts):
     ],
 )
 def test_real_shapes(device, dtype, tokens, heads, kv_heads, head_size, rotary, norm, interleaved):
-    for float8 in (False, True):
+    for float8 in FLOAT8:
         qkv, caches, slots = case(
             tokens, heads, kv_heads, head_size, dtype=dtype, device=device, float8=float8, layout="pool"
         )

@@ -10,6 +10,8 @@ from tritonllm.kernels import (
     fused_add_rms_norm,
     fused_add_rms_norm_quantize,
     fused_add_rms_norm_quantize_ref,
+    quantize_rows,
+    quantize_rows_ref,
     rms_norm_ref,
     silu_and_mul,
     silu_and_mul_quantize,
@@ -25,13 +27,16 @@ SMALL_BLOCKS = {"BLOCK": 32, "num_warps": 1}
 
 
 def assert_quantized(q: torch.Tensor, scale: torch.Tensor, y: torch.Tensor) -> None:
-    """About ``y``, in all of float8's range: the largest of each row that is not tiny is at the end of it."""
-    assert q.dtype == torch.float8_e4m3fn and q.shape == y.shape
+    """About ``y``, in all of the range: the largest of each row that is not tiny is at the end of it."""
+    assert q.dtype in (torch.float8_e4m3fn, torch.int8) and q.shape == y.shape
     assert scale.dtype == torch.float32 and scale.shape == y.shape[:-1]
-    assert_close(q.float() * scale[..., None], y, torch.float8_e4m3fn)
+    if q.dtype == torch.int8:
+        assert ((q.float() * scale[..., None] - y).abs() <= scale[..., None] * 0.51 + y.abs() / 128).all()
+    else:
+        assert_close(q.float() * scale[..., None], y, torch.float8_e4m3fn)
     if y.numel():
         largest = q.float().abs().amax(-1)
-        assert (largest[y.abs().amax(-1) > 1e-20] == LARGEST).all()
+        assert (largest[y.abs().amax(-1) > 1e-20] == (127 if q.dtype == torch.int8 else LARGEST)).all()
 
 
 @given(
@@ -47,6 +52,10 @@ def test_silu_matches_reference(device, rows, n, dtype, scale, padding, small):
     config = SMALL_BLOCKS if small else {"BLOCK": 256, "num_warps": 1}
     with tuning.override("silu_and_mul_quantize", config):
         assert_quantized(*silu_and_mul_quantize(x), silu_and_mul_ref(x.float()))
+        for of in (torch.float8_e4m3fn, torch.int8):
+            assert_quantized(*quantize_rows(x, of), x.float())
+        for of in (torch.float8_e4m3fn, torch.int8):
+            assert_quantized(*quantize_rows(x, of), x.float())
 
 
 @given(
@@ -75,6 +84,7 @@ def test_is_two_steps(device):
     x, residual = torch.randn(2, 4, 96, device=device).bfloat16()
     weight = torch.randn(96, device=device)
     for y, (q, scale) in (
+        (x, quantize_rows(x)),
         (silu_and_mul(x), silu_and_mul_quantize(x)),
         (
             fused_add_rms_norm(x.clone(), residual.clone(), weight)[0],
@@ -89,6 +99,9 @@ def test_references(device):
     x, residual = torch.randn(2, 3, 64, device=device).bfloat16()
     weight = torch.randn(64, device=device)
     assert_quantized(*silu_and_mul_quantize_ref(x), silu_and_mul_ref(x.float()))
+    for of in (torch.float8_e4m3fn, torch.int8):
+        assert_quantized(*quantize_rows_ref(x, of), x.float())
+        assert torch.equal(quantize_rows_ref(x, of)[0].float(), quantize_rows(x, of)[0].float())
     q, scale, total = fused_add_rms_norm_quantize_ref(x, residual.clone(), weight)
     assert torch.equal(total, x + residual)
     assert_quantized(q, scale, rms_norm_ref(total.float(), weight))
@@ -115,6 +128,7 @@ def test_leading_dimensions(device, shape):
     total = x + residual
     assert_quantized(*fused_add_rms_norm_quantize(x, residual, weight)[:2], rms_norm_ref(total, weight))
     assert_quantized(*silu_and_mul_quantize(x), silu_and_mul_ref(x))
+    assert_quantized(*quantize_rows(x), x)
 
 
 @pytest.mark.parametrize(
@@ -146,6 +160,10 @@ def test_bad_silu_arguments(x, message):
     for function in (silu_and_mul_quantize, silu_and_mul_quantize_ref):
         with pytest.raises(ValueError, match=message):
             function(x)
+    if "even" not in message or not x.shape[-1]:
+        for function in (quantize_rows, quantize_rows_ref):
+            with pytest.raises(ValueError, match=message.replace("an even last dimension", "rows of an element")):
+                function(x)
 
 
 def test_needs_a_gpu_that_knows_float8(monkeypatch):
@@ -157,7 +175,8 @@ def test_needs_a_gpu_that_knows_float8(monkeypatch):
 def test_operators(device):
     """Into float32, since opcheck itself knows no float8."""
     x, q, scale = torch.randn(3, 16, device=device), torch.zeros(3, 8, device=device), torch.zeros(3, device=device)
-    torch.library.opcheck(torch.ops.tritonllm.silu_and_mul_quantize.default, (x, q, scale))
+    torch.library.opcheck(torch.ops.tritonllm.act_and_mul_quantize.default, (x, q, scale, "silu"))
+    torch.library.opcheck(torch.ops.tritonllm.quantize_rows.default, (x[:, :8], q, scale))
 
 
 @pytest.mark.gpu
@@ -172,3 +191,5 @@ def test_real_shapes(device, dtype, tokens):
     for n in (3072, 14336, 53248):
         x = torch.randn(tokens, 2 * n, device=device, dtype=dtype)
         assert_quantized(*silu_and_mul_quantize(x), silu_and_mul_ref(x.float()))
+        for of in (torch.float8_e4m3fn, torch.int8):
+            assert_quantized(*quantize_rows(x, of), x.float())

@@ -9,12 +9,14 @@ from collections.abc import Sequence
 import torch
 
 from tritonllm.config.engine import EngineConfig
+from tritonllm.dist.group import Group
 from tritonllm.engine.cache.block_copies import BlockCopies
 from tritonllm.engine.cache.engine_memory import EngineMemory
 from tritonllm.engine.cache.host_copies import HostCopies, device_bytes
-from tritonllm.engine.cache.kv_cache import NARROW, block_bytes, cache_dtype, layers_of_pools, make_cache
+from tritonllm.engine.cache.kv_cache import SCALED, block_bytes, cache_dtype, layers_of_pools, make_cache
 from tritonllm.engine.cache.layer_copies import LayerCopies
 from tritonllm.engine.cache.layer_marks import Marks
+from tritonllm.engine.cache.measured_scales import measured_scales
 from tritonllm.engine.data.step import Step
 from tritonllm.engine.drafts.draft_model import DraftModel
 from tritonllm.layers.metadata import KVCacheView, KVScales
@@ -45,6 +47,7 @@ class Caches:
         self.copies: list[BlockCopies] = []
         self.host: HostCopies | None = None
         self._draft, self._config, self._device = draft, config, device
+        self._measured: Sequence[KVScales] | None = None
         # Keys of a block in the caches here. A draft model is whole on every rank, and so its block has all tokens.
         self._block_sizes = config.cache.block_size, config.block_tokens
 
@@ -61,8 +64,16 @@ class Caches:
         return self.dtype, [self._scales_of(model) for model in self.models]
 
     def _scales_of(self, model: CausalLM) -> Sequence[KVScales] | None:
-        """The checkpoint's scales, of which only a narrow cache makes use."""
-        return model.kv_scales if self.dtype is NARROW else None
+        """The scales that were measured, or the checkpoint's; only a cache of e4m3 makes use of some."""
+        if self.dtype is not SCALED:
+            return None
+        return self._measured if self._measured is not None and model is self.models[0] else model.kv_scales
+
+    def measure_scales(self, group: Group, most_tokens: int) -> None:
+        """Find the scales of the model's keys and values, before :meth:`allocate`; all ranks of the group do."""
+        self._measured = measured_scales(self.models[0], group, self._device, most_tokens)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # the blocks take all that is left
 
     @property
     def host_slots(self) -> int:

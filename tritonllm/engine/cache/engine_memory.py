@@ -197,8 +197,8 @@ class EngineMemory:
         self._writer_of("load_weights").check(name, tensor)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Overwrite weights, one by one, under their checkpoint names. Each of several ranks is given whole tensors,
-        and writes its part.
+        """Overwrite weights, one by one, under the names of files or of transformers' memory. Each of several ranks is
+        given whole tensors, and writes its part.
 
         Returns:
             The names.
@@ -251,8 +251,8 @@ class EngineMemory:
         form = "auto" if config.load_format == "dummy" and model is not None else config.load_format
         folder = checkpoint.resolve(name, revision, load_format=form, download_dir=config.download_dir)
         how: dict[str, Any] = {"load_format": form, "seed": config.seed, "allow_nan": config.allow_nan}
-        trusts = config.trust_remote_code
-        spec = read_spec(folder, as_classifier=config.convert == "classify", trust_remote_code=trusts)
+        trusts, classifies = config.trust_remote_code, config.convert == "classify"
+        spec = read_spec(folder, trust_remote_code=trusts, as_classifier=classifies, model_impl=config.model_impl)
         _check_same(current.whole, spec, folder)
         if isinstance(current, Decoder):
             staged = stage_model(folder, current, **how)

@@ -15,7 +15,8 @@ from tritonllm.kernels.attention.decode import WORKSPACE_SIZE
 from tritonllm.layers.metadata import UNSCALED, CacheShape, KVCacheView, KVScales
 from tritonllm.models.interface import ModelFacts
 
-NARROW = torch.float8_e4m3fn
+NARROW = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+SCALED = torch.float8_e4m3fn  # what the scales of checkpoints are for: the exponents of e5m2 reach as far as float16's
 
 
 def cache_dtype(config: CacheConfig, dtype: torch.dtype) -> torch.dtype:
@@ -25,8 +26,8 @@ def cache_dtype(config: CacheConfig, dtype: torch.dtype) -> torch.dtype:
         ValueError: ``kv_cache_dtype`` names a dtype of models, but another one than ``dtype``.
     """
     name = config.kv_cache_dtype
-    if name in ("fp8", "fp8_e4m3"):
-        return NARROW
+    if name in NARROW:
+        return NARROW[name]
     own = str(dtype).removeprefix("torch.")
     if name not in ("auto", own):
         raise ValueError(

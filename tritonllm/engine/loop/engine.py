@@ -355,7 +355,8 @@ class LLMEngine:
         """Overwrite weights with those of a trainer, all of them or some. Cached prompts are forgotten.
 
         Args:
-            weights: checkpoint names and tensors, on any device. They may be made one at a time.
+            weights: names, of files or of transformers' memory, and tensors, on any device. They may be made one at
+                a time.
 
         Returns:
             The names.

@@ -29,6 +29,7 @@ class EngineArgs(VllmEngine):
     device: str = "auto"
     max_model_len: int | None = None
     load_format: str = "auto"
+    model_impl: str = "auto"
     quantization: str | None = None
     allow_nan: bool = False
     seed: int | None = None
@@ -46,6 +47,7 @@ class EngineArgs(VllmEngine):
     enable_prefix_caching: bool | None = None
     kv_offloading_size: float | None = None
     kv_cache_dtype: str = "auto"
+    calculate_kv_scales: bool = False
     swap_space: float | None = None
     kv_transfer_config: str | dict[str, Any] | KVTransferConfig | None = None
     max_num_seqs: int | None = None

@@ -6,7 +6,7 @@ import sys
 import torch
 
 from tritonllm.config.engine import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from tritonllm.engine.cache.kv_cache import NARROW, cache_dtype
+from tritonllm.engine.cache.kv_cache import SCALED, cache_dtype
 from tritonllm.kernels.dense.cpu import multiplies_bfloat16
 from tritonllm.models.interface import ModelFacts
 from tritonllm.models.sentence_transformers import SentenceModules
@@ -68,12 +68,12 @@ def check_cache(config: CacheConfig, dtype: torch.dtype, device_type: str, capab
     """Check that a model of ``dtype`` can have such a cache on the device.
 
     Raises:
-        ValueError: ``kv_cache_dtype`` contradicts ``dtype``, or is narrow on a GPU that knows no float8.
+        ValueError: ``kv_cache_dtype`` contradicts ``dtype``, or is e4m3 on a GPU that does not convert it.
     """
-    if cache_dtype(config, dtype) is NARROW and device_type == "cuda" and capability < (8, 9):
+    if cache_dtype(config, dtype) is SCALED and device_type == "cuda" and capability < (8, 9):
         raise ValueError(
             f"kv_cache_dtype={config.kv_cache_dtype!r} needs a GPU of compute capability 8.9 or more, this one has "
-            f"{capability[0]}.{capability[1]}: leave it out"
+            f"{capability[0]}.{capability[1]}: leave it out, or try 'fp8_e5m2'"
         )
 
 
@@ -88,8 +88,8 @@ def length_limit(config: ModelConfig, spec: ModelFacts, modules: SentenceModules
         return min(spec.max_position_embeddings, trained or spec.max_position_embeddings)
     if config.max_model_len > spec.max_position_embeddings:
         raise ValueError(
-            f"max_model_len={config.max_model_len} is beyond the model's max_position_embeddings="
-            f"{spec.max_position_embeddings}: lower it, or set rope scaling in the model's config.json"
+            f"max_model_len={config.max_model_len} is beyond the model's max_position_embeddings (or keep_window_size, "
+            f"if that is less), {spec.max_position_embeddings}: lower it, or set rope scaling in config.json"
         )
     return config.max_model_len
 

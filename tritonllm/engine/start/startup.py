@@ -194,8 +194,8 @@ def read_origin(config: EngineConfig) -> Origin:
         load_format=model.load_format,
         download_dir=model.download_dir,
     )
-    classifies = model.convert == "classify"
-    spec = read_spec(folder, trust_remote_code=model.trust_remote_code, as_classifier=classifies)
+    how: dict[str, Any] = {"as_classifier": model.convert == "classify", "model_impl": model.model_impl}
+    spec = read_spec(folder, trust_remote_code=model.trust_remote_code, **how)
     if isinstance(spec, ModelSpec):
         spec = dealt_out(spec, parallel)
     stages = read_stages(folder, spec, parallel, trust_remote_code=model.trust_remote_code)

@@ -145,8 +145,7 @@ class ModelRunner:
 
     @property
     def _regimes(self) -> Regimes:
-        passed = self._config.deterministic and self.drafts.most  # attention wants a bound that the device cannot pass
-        if passed or self.caches.dtype != self._dtype:  # of a narrow cache's keys no kernel is for few
+        if self._config.deterministic and self.drafts.most:  # its attention wants a bound that the device cannot pass
             return Regimes(lambda sequences: 0, self._sizes.max_model_len)
         return Regimes(cache(self._model.short_keys), self._sizes.max_model_len)  # captured steps ask in each step
 
@@ -224,6 +223,8 @@ class ModelRunner:
             num_blocks: how many blocks the cache gets, at most what :meth:`fit_num_blocks` said.
             max_model_len: the longest sequence that may come, if that is less than before.
         """
+        if self._config.cache.calculate_kv_scales:  # by a prompt that does not depend on how many blocks fit
+            self.caches.measure_scales(self._group, self._sizes.max_model_len)
         self._sizes = dataclasses.replace(self._sizes, max_model_len=max_model_len)
         self.caches.allocate(num_blocks, self._memory)
         self.caches.add_tier()

@@ -70,6 +70,8 @@ def finish_softmax(b_acc, b_m, b_l):
     return b_acc / b_divisor[:, None], b_lse
 
 
+# Of caches: e4m3 with scales, e5m2 without. Queries have 16 or 32 bits.
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 CACHE_ORDER = "the cache is [blocks, block_size, kv_heads, head_size]"
 
 
@@ -82,7 +84,7 @@ def check_caches(
             k_cache.shape[1] != kv_heads or k_cache.shape[2] == kv_heads,
             f"k_cache has shape {list(k_cache.shape)}, with its {kv_heads} heads before its slots: {CACHE_ORDER}",
         )
-    check_tensor("k_cache", k_cache, ("P", "S", kv_heads, head_size), dtype=(*FLOATS, torch.float8_e4m3fn), like=like)
+    check_tensor("k_cache", k_cache, ("P", "S", kv_heads, head_size), dtype=(*FLOATS, *FLOAT8), like=like)
     check_tensor("v_cache", v_cache, k_cache.shape, dtype=k_cache.dtype, like=like)
     require(
         1 <= k_cache.shape[1] <= 256,
@@ -98,14 +100,14 @@ def check_head_size(name: str, head_size: int) -> None:
 
 
 def check_cache_dtype(k_cache: torch.Tensor, name: str, x: torch.Tensor) -> None:
-    if k_cache.dtype != torch.float8_e4m3fn:
-        check_same_dtype("k_cache (unless it is torch.float8_e4m3fn)", k_cache, name, x)
+    if k_cache.dtype not in FLOAT8:
+        check_same_dtype("k_cache (unless it is float8)", k_cache, name, x)
 
 
 def check_float8(k_cache: torch.Tensor) -> None:
-    """Raise if the cache is float8 on a GPU that cannot convert it."""
+    """Raise if the cache is e4m3 on a GPU that cannot convert it. (e5m2 is the upper half of a float16 everywhere.)"""
     if k_cache.dtype == torch.float8_e4m3fn:
-        require_float8("k_cache", k_cache.device, "use a cache of the model's dtype")
+        require_float8("k_cache", k_cache.device, "use a cache of torch.float8_e5m2 or of the model's dtype")
 
 
 def check_positive(name: str, number: float) -> None:
@@ -195,7 +197,7 @@ def dtype_name(t: torch.Tensor) -> str:
 
 def as_movable(cache: torch.Tensor) -> torch.Tensor:
     """The cache, as bytes if it is float8: few operations know that dtype, and moving it needs no arithmetic."""
-    return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
+    return cache.view(torch.uint8) if cache.dtype in FLOAT8 else cache
 
 
 def visible_keys(

@@ -85,7 +85,7 @@ FEW_PAIRS, FEW_KEYS, FEW_WORK = 64, 2560, 28_672  # of decode_short_keys: most p
 @functools.cache
 def decode_short_keys(heads: int, kv_heads: int, head_size: int, dtype: torch.dtype, sequences: int) -> int:
     """Up to how many keys decode attention of so many sequences is a matter of latency: the few kernel's, which is one
-    launch with what prepares it. 0: it never is, as with a float8 cache.
+    launch with what prepares it. 0: it never is.
 
     The limits are where an H200 takes as long with Hopper's kernel: 2,600 keys with 8 pairs of a sequence and a tile of
     heads, some 1,000 with 32, 430 with 64 (docs/notebook/decode-attention.md, "Short or long").
@@ -100,8 +100,7 @@ def decode_short_keys(heads: int, kv_heads: int, head_size: int, dtype: torch.dt
 def lengths_of(q: torch.Tensor, pages: Pages, hints: Hints, window: int) -> str:
     """``"short"`` or ``"long"``, of ``q[B, H, D]``: what the host knows, for lengths are on the device."""
     keys = hints.most_keys(pages)
-    cache = pages.k_cache
-    limit = decode_short_keys(q.shape[1], cache.shape[2], q.shape[2], cache.dtype, len(pages.seq_lens))
+    limit = decode_short_keys(q.shape[1], pages.k_cache.shape[2], q.shape[2], q.dtype, len(pages.seq_lens))
     return "short" if (min(keys, window) if window else keys) <= limit else "long"
 
 
@@ -139,8 +138,8 @@ def check_hints(hints: Hints, q: torch.Tensor) -> None:
         check_tensor("order", hints.order, (len(q),), dtype=torch.int32, like=q)
 
 
-def _few_pays(lengths: str, cache_dtype: str) -> bool:
-    return lengths == "short" and not cache_dtype.startswith("float8")
+def _few_pays(lengths: str) -> bool:
+    return lengths == "short"
 
 
 def _sm90_pays(group: int, programs: int, cache_dtype: str) -> bool:

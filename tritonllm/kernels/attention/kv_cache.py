@@ -10,6 +10,7 @@ import triton.language as tl
 
 from tritonllm.kernels.attention.arguments import Scales, Slots
 from tritonllm.kernels.attention.common import (
+    FLOAT8,
     as_movable,
     check_cache_dtype,
     check_caches,
@@ -30,6 +31,17 @@ def inverse_scale(scale_ptr, inverse, b_head, m_head):
     else:
         b_inverse = tl.zeros_like(b_head).to(tl.float32) + inverse
     return b_inverse
+
+
+@triton.jit
+def saturate(b_x, dtype: tl.constexpr):
+    """float32 as far as the numbers of a cache's dtype reach, if the conversion to it does not see to that.
+
+    To e4m3 it does. e5m2 has infinities, and its conversion saturates on some chips alone.
+    """
+    if dtype == tl.float8e5:
+        b_x = tl.where(b_x > 57344.0, 57344.0, tl.where(b_x < -57344.0, -57344.0, b_x))  # NaN stays
+    return b_x
 
 
 # Arguments whose values and alignment change from step to step: one compilation serves them all.
@@ -88,9 +100,11 @@ def _store_kv_kernel(
     b_slot = b_slot % BLOCK_SIZE
     p_kc = k_cache_ptr + (b_block * stride_kc_block + b_slot * stride_kc_slot)[:, None]
     p_vc = v_cache_ptr + (b_block * stride_vc_block + b_slot * stride_vc_slot)[:, None]
-    # From float32 to float8 the conversion rounds to nearest even and saturates.
-    tl.store(p_kc + (b_head * stride_kc_head)[None, :] + b_dim, b_k.to(k_cache_ptr.dtype.element_ty), mask=mask)
-    tl.store(p_vc + (b_head * stride_vc_head)[None, :] + b_dim, b_v.to(v_cache_ptr.dtype.element_ty), mask=mask)
+    p_kc += (b_head * stride_kc_head)[None, :] + b_dim
+    p_vc += (b_head * stride_vc_head)[None, :] + b_dim
+    dtype: tl.constexpr = k_cache_ptr.dtype.element_ty
+    tl.store(p_kc, saturate(b_k, dtype).to(dtype), mask=mask)  # to nearest even
+    tl.store(p_vc, saturate(b_v, dtype).to(dtype), mask=mask)
 
 
 @triton.jit(do_not_specialize=["pairs_ptr", "stride_pairs"])
@@ -150,8 +164,9 @@ def _store_reference(k: torch.Tensor, v: torch.Tensor, slots: Slots, scales: Sca
     block, slot = slot_mapping[stored] // k_cache.shape[1], slot_mapping[stored] % k_cache.shape[1]
     for x, cache, scale, factor in ((k, k_cache, k_scale, k_factor), (v, v_cache, v_scale, v_factor)):
         y = x[stored].float() * (1.0 / factor if scale is None else (1.0 / scale)[:, None])
-        if cache.dtype == torch.float8_e4m3fn:
-            y = y.clamp(-448.0, 448.0)  # the largest number of this dtype
+        if cache.dtype in FLOAT8:
+            largest = torch.finfo(cache.dtype).max
+            y = y.clamp(-largest, largest)
         cache[block, slot] = y.to(cache.dtype)
 
 
@@ -220,16 +235,16 @@ def store_kv(
         k: ``[T, K, D]`` float16, bfloat16 or float32; only the last dimension must be contiguous (here and in the
             caches), so slices of a fused projection and ``kv[:, 0]`` of a ``[P, 2, S, K, D]`` pool need no copy.
         v: as ``k``.
-        k_cache: ``[P, S, K, D]`` with the dtype of ``k`` or float8_e4m3fn, S from 1 to 256; written.
+        k_cache: ``[P, S, K, D]`` with the dtype of ``k``, float8_e4m3fn or float8_e5m2, S from 1 to 256; written.
         v_cache: as ``k_cache``; written.
         slot_mapping: ``[T]`` int64, block id times S plus the place in the block; negative: the token is not stored.
             Two tokens with one slot leave either.
         k_scale: keys are stored divided by this number, or by this ``[K]`` float32 tensor per head. A float8 cache
-            saturates at 448.
+            saturates: at 448 (e4m3) or 57,344 (e5m2).
         v_scale: values are stored divided by this number, or by this ``[K]`` float32 tensor per head.
 
     Raises:
-        ValueError: a shape, dtype, device or number that does not fit, or a float8 cache on a GPU without float8.
+        ValueError: a shape, dtype, device or number that does not fit, or a cache of e4m3 on a GPU without that.
     """
     check_tensor("k", k, ("T", "K", "D"))
     check_tensor("v", v, k.shape, dtype=k.dtype, like=k)
@@ -247,8 +262,8 @@ def copy_blocks(k_cache: torch.Tensor, v_cache: torch.Tensor, pairs: torch.Tenso
     """Copy whole blocks inside both caches, for copy-on-write.
 
     Args:
-        k_cache: ``[P, S, K, D]`` float16, bfloat16, float32 or float8_e4m3fn, contiguous in the last dimension, S from
-            1 to 256; written.
+        k_cache: ``[P, S, K, D]`` float16, bfloat16, float32 or float8, contiguous in the last dimension, S from 1 to
+            256; written.
         v_cache: as ``k_cache``; written.
         pairs: ``[N, 2]`` int64, (source, target) block ids; a pair with a negative id is skipped. The copies run at the
             same time: no target may be another pair's source or target.

@@ -13,12 +13,12 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonllm.kernels.attention.common import as_movable
+from tritonllm.kernels.attention.common import FLOAT8, as_movable
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.checks import FLOATS, check_tensor
 from tritonllm.kernels.runtime.registry import register_op, with_reference
 
-DTYPES = (*FLOATS, torch.float8_e4m3fn)
+DTYPES = (*FLOATS, *FLOAT8)
 
 
 # Neither the number of blocks nor that of layers makes another kernel.
@@ -122,7 +122,7 @@ def pack_blocks(
     """Copy blocks out of the cache, each into one piece.
 
     Args:
-        pool: ``[R, P, E]`` float16, bfloat16, float32 or float8_e4m3fn, contiguous: R pieces of each of P blocks.
+        pool: ``[R, P, E]`` float16, bfloat16, float32 or float8, contiguous: R pieces of each of P blocks.
         blocks: ``[N]`` int64; of a negative one nothing is copied.
         packed: ``[N, R, E]`` with the dtype of ``pool``, contiguous; written. With ``places`` ``[M, R, E]``.
         places: ``[N]`` int64, from 0 to M - 1, each at most once: the row of ``packed`` that a block goes to; by
@@ -144,7 +144,7 @@ def unpack_blocks(
     """The opposite of :func:`pack_blocks`: write the pieces of blocks back into the cache.
 
     Args:
-        packed: ``[N, R, E]`` float16, bfloat16, float32 or float8_e4m3fn, contiguous. With ``places`` ``[M, R, E]``.
+        packed: ``[N, R, E]`` float16, bfloat16, float32 or float8, contiguous. With ``places`` ``[M, R, E]``.
         blocks: ``[N]`` int64, each at most once; a negative one is left out.
         pool: ``[R, P, E]`` with the dtype of ``packed``, contiguous; written.
         places: ``[N]`` int64, from 0 to M - 1: the row of ``packed`` that a block comes from; by default they come in

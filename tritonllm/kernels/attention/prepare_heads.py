@@ -6,6 +6,7 @@ The arithmetic is that of `norm`, `rope` and `kv_cache` in turn, with the roundi
 import triton
 import triton.language as tl
 
+from tritonllm.kernels.attention.kv_cache import saturate
 from tritonllm.kernels.elementwise import load_angles, load_pairs, store_pairs
 
 
@@ -74,10 +75,10 @@ def prepare_heads(
         b_first = _rounded(b_a * b_cos - b_b * b_sin, p_in.dtype.element_ty)
         b_second = _rounded(b_b * b_cos + b_a * b_sin, p_in.dtype.element_ty)
         if SCALED:
-            b_first *= b_inverse
-            b_second *= b_inverse
+            b_first = saturate(b_first * b_inverse, p_out.dtype.element_ty)
+            b_second = saturate(b_second * b_inverse, p_out.dtype.element_ty)
         store_pairs(p_out, m_out, b_first, b_second, HALF, PAIRS)
     if REST:
         if SCALED:
-            b_rest *= b_inverse
+            b_rest = saturate(b_rest * b_inverse, p_out.dtype.element_ty)
         tl.store(p_out + rest, b_rest.to(p_out.dtype.element_ty), mask=m_out & (rest < HEAD_SIZE))

@@ -35,13 +35,16 @@ class Fused(NamedTuple):
 
 
 class Scaled(NamedTuple):
-    """The scales of a narrow weight (:class:`~tritonllm.kernels.dense.weight.Groups`); ``None`` for a plain one."""
+    """The scales of a narrow weight (:class:`~tritonllm.kernels.dense.weight.Groups`), ``None`` for a plain one; and of
+    rows that are rounded already, ``[M]`` float32."""
 
     scales: torch.Tensor | None = None
     group_rows: int = 1
     group_columns: int = 0
     zeros: torch.Tensor | None = None
     row_scales: torch.Tensor | None = None
+    rounds_rows: bool = False
+    of_rows: torch.Tensor | None = None
 
 
 NOT_SCALED = Scaled()

@@ -128,6 +128,26 @@ def default_narrow_config(m: int, n: int, k: int, gated: str, format: str, group
     return _of(WeightTile(64, 128, 4 if tiles * split <= 2 * PROCESSORS else 3), split, turned=True)
 
 
+MANY = {"kernel": "tiles", "BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 128, "SPLIT_K": 1, "num_warps": 8}
+MANY |= {"num_stages": 3, "TURNED": True}
+
+
+def default_rounded_config(m: int, n: int, k: int) -> tuning.Config:
+    """For rows and weights of 8 bits: tiles up to 256 rows.
+
+    Of 11 configurations for four weights of Llama-3.1-8B and six numbers of rows, on an H200, as many parts of K as
+    give a processor four programs of few rows, and one of 256 (docs/notebook/narrow-products.md).
+    """
+    if m > 256:
+        return TORCH
+    if m > 128 and n >= 16384:
+        return _of(WeightTile(128, 128, 4), 1, turned=True) | {"num_warps": 8}
+    programs = PROCESSORS * 4 if m <= 32 else PROCESSORS * 2 if m <= 64 else 200 if m <= 128 else PROCESSORS
+    split = _parts(n, k, 64, programs, 2 if m > 64 else MAX_PARTS)  # more than two parts of 64 columns spill registers
+    deep = m <= 128 and triton.cdiv(n, 64) * split <= 2 * PROCESSORS and not 32 < m <= 64
+    return _of(WeightTile(64, 128, 6 if deep else 4), split, turned=True) | {"num_warps": 8 if m > 128 else 4}
+
+
 def _rows_of_one(n: int, k: int, gated: str, group: int) -> tuning.Config:
     """One row with a narrow weight: 32 to 128 elements a thread."""
     whole = max(32, triton.next_power_of_2(k))

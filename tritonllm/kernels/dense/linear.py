@@ -6,10 +6,12 @@ kernels of their own for the norm, the activation and the addition. More rows ar
 kernels of their own (``LINEAR`` and ``GATED_LINEAR``).
 
 A narrow weight (:mod:`tritonllm.kernels.dense.narrow`) is widened in the first two, in registers, up to 128 rows; more
-take it widened from memory, at 3 bytes an element and 2 more beside their product.
+take it widened from memory, at 3 bytes an element and 2 more beside their product. One that rounds its rows, too, needs
+no widening (:mod:`tritonllm.kernels.dense.rounded`).
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 import triton
@@ -22,6 +24,7 @@ from tritonllm.kernels.dense.cpu import whole_rows
 from tritonllm.kernels.dense.narrow import check_narrow, narrow_key, scales_of, widen_numbers
 from tritonllm.kernels.dense.portable.rows import MAX_ROWS, launch_rows
 from tritonllm.kernels.dense.portable.tiles import launch_tiles
+from tritonllm.kernels.dense.rounded import launch_rounded, rounded
 from tritonllm.kernels.dense.weight import NARROW, Weight, elements
 from tritonllm.kernels.elementwise import ACTIVATIONS, act_and_mul, apply_activation, rms_norm
 from tritonllm.kernels.runtime import tuning
@@ -40,11 +43,13 @@ _NAMES = ", ".join(ACTIVATIONS)
 
 def _reference(operands: Operands, fused: Fused, scaled: Scaled = NOT_SCALED) -> None:
     x, weight, bias, norm_weight, out, _ = operands
-    x = x.float()
+    x = x.float() if scaled.of_rows is None else x.float() * scaled.of_rows[:, None]
     if scaled.scales is not None:
         weight = widen_numbers(weight, scaled, torch.float32)
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, fused.eps, weight_offset=fused.norm_offset)
+    if scaled.rounds_rows and scaled.of_rows is None:
+        x = rounded(x.to(operands.x.dtype), operands.weight.dtype)
     y = x @ weight.float().T
     if bias is not None:
         y += bias
@@ -83,36 +88,43 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, o
         out += bias
 
 
-def _gate(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, fused: Fused) -> None:
-    """The gated product: cuBLAS and a kernel after it; on Hopper mostly one launch."""
-    activation = fused.activation
-    assert activation is not None
-    whole = GATED_LINEAR.own(x.device, x, weight, out)
-    if whole is not None:
-        whole.module.launch(x, weight, bias, out, activation, fused.constant_weight)
-        return
-    y = x.new_empty(len(x), len(weight))
-    _product(x, weight, bias, y)
-    act_and_mul(y, activation, out=out)
-
-
 def _by_torch(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, fused: Fused
 ) -> None:
-    """cuBLAS, and a kernel for each step after the product that is not fused."""
+    """cuBLAS, and a kernel for each step after the product; gated ones on Hopper mostly one launch."""
     _, _, activation, gated, add, scale, *_ = fused
-    if activation is None and not add:
-        _product(x, weight, bias, out)
-        return
-    if activation is None and bias is None and out.dtype == x.dtype and not _only_compiles(x):
+    if add and activation is None and bias is None and out.dtype == x.dtype and not _only_compiles(x):
         out.addmm_(x, weight.t(), alpha=scale)
         return
+    y = x.new_empty(out.shape) if gated and add else out
+    whole = GATED_LINEAR.own(x.device, x, weight, y) if gated else None
+    if whole is None:
+        _around(lambda wide: _product(x, weight, bias, wide), x.dtype, len(weight), out, fused)
+        return
+    assert activation is not None
+    whole.module.launch(x, weight, bias, y, activation, fused.constant_weight)
+    if add:
+        out.add_(y, alpha=scale)
+
+
+def _around(
+    product: Callable[[torch.Tensor], None], dtype: torch.dtype, columns: int, out: torch.Tensor, fused: Fused
+) -> None:
+    """A product that writes ``[M, columns]`` into a tensor of the given dtype, or into ``out``, and a kernel for each
+    step after it."""
+    _, _, activation, gated, add, scale, *_ = fused
+    if activation is None and not add:
+        product(out)
+        return
     if gated:
-        y = x.new_empty(out.shape) if add else out
-        _gate(x, weight, bias, y, fused)
+        assert activation is not None
+        y = out.new_empty(out.shape, dtype=dtype) if add else out
+        both = out.new_empty(len(out), columns, dtype=dtype)
+        product(both)
+        act_and_mul(both, activation, out=y)
     else:
-        y = out if out.dtype == x.dtype and not add else x.new_empty(out.shape)
-        _product(x, weight, bias, y)
+        y = out if out.dtype == dtype and not add else out.new_empty(out.shape, dtype=dtype)
+        product(y)
         if activation is not None:
             apply_activation(y, activation, out=y if add else out)
     if add:
@@ -142,6 +154,9 @@ def _linear(operands: Operands, fused: Fused, scaled: Scaled) -> None:
         return
     if k == 0:  # sums of nothing: what is left is the bias
         _reference(operands._replace(norm_weight=None), fused)
+        return
+    if scaled.rounds_rows:
+        launch_rounded(operands, fused, scaled, lambda product: _around(product, out.dtype, len(weight), out, fused))
         return
     narrow = scaled.scales is not None
     if narrow and m > _most_narrow_rows(x):
@@ -195,6 +210,7 @@ def _checked(
         check_narrow("weight", weight, k, x)
     else:
         check_tensor("weight", elements("weight", weight), ("N", k), like=x)
+        require(not weight.rounds_rows, f"weight.rounds_rows must be False for the format {weight.format!r}")
         check_same_dtype("weight", weight.data, "x", x)
     rows = weight.data.shape[0]
     require(activation is None or activation in ACTIVATIONS, f"activation must be one of {_NAMES}, got {activation!r}")

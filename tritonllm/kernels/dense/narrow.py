@@ -7,6 +7,8 @@ DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024); four bits in groups of a row
 of four bits: OCP Microscaling Formats (MX) Specification v1.0 (2023), section 5.3.3.
 """
 
+from itertools import pairwise
+
 import torch
 import triton
 import triton.language as tl
@@ -94,7 +96,7 @@ def quantize_weight(
     if format == INT4:
         return Weight(pack_nibbles((numbers.round() + ZERO).to(torch.uint8), groups), scales, format, groups)
     if format == FP4:
-        return Weight(pack_nibbles(_codes(numbers), groups), _stored(scales, format), format, groups)
+        return Weight(pack_nibbles(e2m1_codes(numbers), groups), _stored(scales, format), format, groups)
     return Weight((numbers.round() if format == INT8 else numbers).to(NARROW[format]), scales, format, groups)
 
 
@@ -111,11 +113,13 @@ def aligned(scales: torch.Tensor) -> torch.Tensor:
     return bytes_.copy_(scales.view(torch.uint8)).view(scales.dtype)
 
 
-def _codes(numbers: torch.Tensor) -> torch.Tensor:
-    """The nearest E2M1 of each number, as uint8 from 0 to 15."""
-    magnitudes = torch.tensor(MAGNITUDES, device=numbers.device)
-    code = torch.bucketize(numbers.abs(), (magnitudes[1:] + magnitudes[:-1]) / 2)
-    return torch.where(numbers.signbit(), code + 8, code).to(torch.uint8)
+def e2m1_codes(numbers: torch.Tensor) -> torch.Tensor:
+    """The nearest E2M1 of each number (float32), of two the even one, as uint8 from 0 to 15; beyond 6 that of 6."""
+    between = torch.tensor([(a + b) / 2 for a, b in pairwise(MAGNITUDES)], device=numbers.device)
+    sizes = numbers.abs()
+    below, above = (torch.bucketize(sizes, between, right=right) for right in (False, True))
+    codes = torch.where(below % 2 == 0, below, above)  # they differ where a number lies in the middle of two
+    return (codes + 8 * (numbers < 0)).to(torch.uint8)
 
 
 def e2m1_values(device: torch.device) -> torch.Tensor:
@@ -160,8 +164,9 @@ def in_finer_groups(weight: Weight, columns: int) -> Weight:
     def of_each(parts: torch.Tensor | None) -> torch.Tensor | None:
         if parts is None:
             return None
-        spread = parts.repeat_interleave(weight.groups.columns // columns, -1)[..., :count].contiguous()
-        return aligned(spread) if weight.format == FP4 else spread
+        bits = parts.view(torch.uint8) if parts.itemsize == 1 else parts  # a GPU gathers no float8
+        spread = bits.repeat_interleave(weight.groups.columns // columns, -1)[..., :count].contiguous()
+        return aligned(spread.view(parts.dtype)) if weight.format == FP4 else spread
 
     data = weight.data
     if weight.format in PACKED:
@@ -225,6 +230,9 @@ def check_narrow(name: str, weight: Weight, k: int, x: torch.Tensor, *, stacked:
         check_tensor(f"{name}.row_scales", weight.row_scales, weight.data.shape[:-1], dtype=torch.float32, like=x)
     if weight.format == FP8:
         require_float8(name, x.device, "use int8")
+    if weight.rounds_rows:
+        fits = weight.format in (FP8, INT8) and weight.groups.columns == 0 and not stacked
+        require(fits, f"{name}.rounds_rows is of a product of 'fp8' or 'int8' whose groups have all columns")
 
 
 def narrow_key(weight: torch.Tensor, scaled: Scaled) -> dict[str, int | str]:
@@ -327,7 +335,7 @@ def scales_of(weight: Weight) -> Scaled:
     """What kernels take of a weight beside its numbers."""
     if weight.scales is None:
         return NOT_SCALED
-    return Scaled(weight.scales, *weight.groups, weight.zeros, weight.row_scales)
+    return Scaled(weight.scales, *weight.groups, weight.zeros, weight.row_scales, weight.rounds_rows)
 
 
 def columns_of(data: torch.Tensor) -> int:

@@ -67,6 +67,8 @@ class Weight(NamedTuple):
         groups: what shares a scale and a zero point.
         zeros: the zero points of ``"int4"``, shaped as the scales, uint8 from 0 to 16; ``None``: all are 8.
         row_scales: ``[N]`` float32, which multiply the scales of a row of ``"fp4"``; ``None``: all are 1.
+        rounds_rows: a product rounds its rows to the same format, each with a scale of its own (W8A8); of ``"fp8"`` or
+            ``"int8"`` whose groups have all columns.
     """
 
     data: torch.Tensor
@@ -75,6 +77,7 @@ class Weight(NamedTuple):
     groups: Groups = Groups()
     zeros: torch.Tensor | None = None
     row_scales: torch.Tensor | None = None
+    rounds_rows: bool = False
 
     def each(self) -> Iterator["Weight"]:
         """The weights of several, ``[E, N, K]``, one after the other."""

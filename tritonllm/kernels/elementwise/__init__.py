@@ -14,6 +14,7 @@ from tritonllm.kernels.elementwise.cpu import Rotation, normalized, turn_of, tur
 from tritonllm.kernels.elementwise.gated_activation import GATED_ACTIVATIONS, gated, gated_reference
 from tritonllm.kernels.elementwise.logits import tanh_series
 from tritonllm.kernels.elementwise.norm import check_affine, rms_norm
+from tritonllm.kernels.elementwise.quantized import round_rows
 from tritonllm.kernels.elementwise.rope import (
     apply_rope,
     check_angles,
@@ -43,6 +44,7 @@ __all__ = [
     "load_pairs",
     "normalized",
     "rms_norm",
+    "round_rows",
     "store_pairs",
     "tanh_series",
     "turn_of",

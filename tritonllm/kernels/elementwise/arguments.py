@@ -22,5 +22,5 @@ class Rows(NamedTuple):
     x: torch.Tensor
     residual: torch.Tensor | None  # gets the sum
     out: torch.Tensor
-    scale: torch.Tensor | None  # of each row, if out is float8
+    scale: torch.Tensor | None  # of each row, if out is float8 or int8
     x_scale: float

@@ -15,7 +15,7 @@ from tritonllm.kernels.elementwise.arguments import NormOptions, Rows
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.checks import check_tensor, require
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
-from tritonllm.kernels.runtime.float8 import quantize_reference, row_scale
+from tritonllm.kernels.runtime.float8 import empty_rows, quantize_reference, round_to, row_scale
 from tritonllm.kernels.runtime.registry import register_op, with_reference
 
 MAX_BLOCK = 16384
@@ -77,7 +77,7 @@ def _norm_kernel(
     weight_ptr,  # [N], or [H, N] if PER_HEAD; read if HAS_WEIGHT
     bias_ptr,  # as the weight; read if HAS_BIAS
     out_ptr,  # [rows // H, H, N], may be x
-    scale_ptr,  # [rows] float32 if out is float8, else None
+    scale_ptr,  # [rows] float32 if out is float8 or int8, else None
     rows,
     H,
     N,
@@ -95,7 +95,7 @@ def _norm_kernel(
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PER_HEAD: tl.constexpr,
-    ONE_BLOCK: tl.constexpr,  # N <= BLOCK; always so if out is float8
+    ONE_BLOCK: tl.constexpr,  # N <= BLOCK; always so then
     EARLY: tl.constexpr,  # one block whose weights have registers to wait in
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -140,10 +140,12 @@ def _norm_kernel(
         b_y = _affine((b_x - b_mean) * b_rstd, b_weight, b_bias, weight_offset, HAS_WEIGHT, HAS_BIAS)
         if scale_ptr is not None:  # of the row as it would be stored
             b_y = tl.where(mask, b_y.to(x_ptr.dtype.element_ty).to(tl.float32), 0.0)
-            b_scale, b_inverse = row_scale(tl.max(tl.abs(b_y), axis=1))
+            b_scale, b_inverse = row_scale(tl.max(tl.abs(b_y), axis=1), out_ptr.dtype.element_ty)
             b_y *= b_inverse[:, None]
             tl.store(scale_ptr + row, b_scale, mask=row < rows)
-        tl.store(p_out + at, b_y.to(out_ptr.dtype.element_ty), mask=mask)
+            tl.store(p_out + at, round_to(b_y, out_ptr.dtype.element_ty), mask=mask)
+        else:
+            tl.store(p_out + at, b_y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def default_config(n: int, rows: int) -> tuning.Config:
@@ -255,6 +257,14 @@ def normalize(x: torch.Tensor, norm: NormOptions, out: torch.Tensor | None = Non
     rows = x if x.dim() <= 3 else x.reshape(-1, *x.shape[-2:])
     _norm(rows, None, _as_rows("out", out), None, 1.0, *norm)
     return out
+
+
+def quantize_normalized(x: torch.Tensor, norm: NormOptions, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(q[M, N], scale[M])`` of the norm of ``x[M, N]``, N at most ``MAX_BLOCK``; ``q`` float8 or int8. Checks
+    nothing, as :func:`normalize`."""
+    q, scale = empty_rows(x, x.shape[1], dtype)
+    _norm(x, None, q, scale, 1.0, *norm)
+    return q, scale
 
 
 def add_and_normalize(

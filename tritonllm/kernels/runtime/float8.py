@@ -1,6 +1,6 @@
-"""Rows as float8 (e4m3) with a float32 scale each: what the kernels that quantise on the way out share.
+"""Rows as float8 (e4m3) or int8 with a float32 scale each: what the kernels that quantise on the way out share.
 
-A row's scale maps its largest magnitude to 448, the largest number of e4m3: ``x`` is about ``q.float() * scale``.
+A row's scale maps its largest magnitude to the largest number, 448 or 127: ``x`` is about ``q.float() * scale``.
 """
 
 import torch
@@ -11,8 +11,11 @@ from tritonllm.kernels.runtime.chip import chip_of
 
 DTYPE = torch.float8_e4m3fn
 LARGEST = 448.0
+LARGEST_INT8 = 127.0
 SMALLEST_ROW = 1e-30  # a row whose largest magnitude is below counts as if it were this: its inverse is finite
 _INVERSE_LARGEST: tl.constexpr = tl.constexpr(1.0 / LARGEST)
+_INVERSE_LARGEST_INT8: tl.constexpr = tl.constexpr(1.0 / LARGEST_INT8)
+_TO_WHOLE: tl.constexpr = tl.constexpr(1.5 * 2.0**23)  # whole numbers are the steps of float32 there
 _SMALLEST_ROW: tl.constexpr = tl.constexpr(SMALLEST_ROW)
 
 
@@ -38,28 +41,40 @@ def require_float8(what: str, device: torch.device, instead: str) -> None:
 
 
 @triton.jit
-def row_scale(b_largest):
-    """``(scale, 1 / scale)`` of rows with these largest magnitudes, float32."""
-    b_scale = tl.maximum(b_largest, _SMALLEST_ROW) * _INVERSE_LARGEST
+def row_scale(b_largest, dtype: tl.constexpr):
+    """``(scale, 1 / scale)`` of rows with these largest magnitudes, float32, which become float8 or int8."""
+    INVERSE: tl.constexpr = _INVERSE_LARGEST_INT8 if dtype == tl.int8 else _INVERSE_LARGEST
+    b_scale = tl.maximum(b_largest, _SMALLEST_ROW) * INVERSE
     return b_scale, tl.div_rn(1.0, b_scale)
 
 
+@triton.jit
+def round_to(b_x, dtype: tl.constexpr):
+    """The nearest numbers of float8 or int8, of a tie the even one."""
+    if dtype == tl.int8:
+        b_x = (b_x + _TO_WHOLE) - _TO_WHOLE
+    return b_x.to(dtype)
+
+
 def quantize_reference(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor) -> None:
-    """Rows ``x[..., N]`` into ``q[..., N]`` float8_e4m3fn and ``scale[...]`` float32.
+    """Rows ``x[..., N]`` into ``q[..., N]`` float8_e4m3fn or int8 and ``scale[...]`` float32.
 
     A product and a reciprocal, as in the kernels: torch divides by a number in one way on the CPU, in another on a GPU.
     """
     largest = x.float().abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(-1).clamp(min=SMALLEST_ROW)
-    scale.copy_(largest * (1.0 / LARGEST))
-    q.copy_((x.float() * scale.reciprocal()[..., None]).clamp(-LARGEST, LARGEST).to(DTYPE))
+    most = LARGEST_INT8 if q.dtype == torch.int8 else LARGEST
+    scale = scale.view(largest.shape).copy_(largest * (1.0 / most))
+    numbers = (x.float() * scale.reciprocal()[..., None]).clamp(-most, most)
+    q.copy_(numbers.round() if q.dtype == torch.int8 else numbers.to(DTYPE))
 
 
-def empty_rows(x: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+def empty_rows(x: torch.Tensor, n: int, dtype: torch.dtype = DTYPE) -> tuple[torch.Tensor, torch.Tensor]:
     """New ``(q[..., n], scale[...])`` for rows of the shape of ``x[..., *]``.
 
     Raises:
-        ValueError: a GPU without float8.
+        ValueError: float8 on a GPU without it.
     """
-    require_float8("what is made of x", x.device, "do not quantize there")
-    q = torch.empty((*x.shape[:-1], n), dtype=DTYPE, device=x.device)
+    if dtype == DTYPE:
+        require_float8("what is made of x", x.device, "do not quantize there")
+    q = torch.empty((*x.shape[:-1], n), dtype=dtype, device=x.device)
     return q, torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)

@@ -19,6 +19,7 @@ from tritonllm.models.families import (
     cohere_compass,
     cohere_moe,
     dbrx,
+    doge,
     ernie,
     exaone,
     experts,
@@ -53,7 +54,7 @@ from tritonllm.models.spec import ModelSpec
 Config = Mapping[str, Any]
 
 _DENSE = (llama, ministral, granite, apertus, olmo, exaone, internlm, gemma, nemotron, gpt, gpt_neo, starcoder, alibi)
-_OTHERS = (cohere_compass, nanochat, gemma4, waves)
+_OTHERS = (cohere_compass, nanochat, gemma4, waves, doge)
 _EXPERTS = (experts, sigmoid_experts, granite_moe, cohere_moe, llama4, aria, dbrx, laguna, kolibri, mimo, phimoe)
 _FILES = (*_DENSE, *_OTHERS, *_EXPERTS, ernie, hunyuan, bert)
 FAMILIES: dict[str, Family] = {name: family for file in _FILES for name, family in file.FAMILIES.items()}
@@ -194,13 +195,18 @@ def _architecture(config: Config) -> str:
 def weight_map(spec: ModelSpec) -> dict[str, Slot]:
     """Checkpoint tensor name -> :class:`Slot`, for every tensor that a checkpoint of ``spec`` may have.
 
-    Experts have two spellings, one by one and stacked; every other place has one.
+    Experts have two spellings, one by one and stacked, and some families have others in transformers' memory than in
+    files. The first spelling is that of files.
     """
     family, head = _find(spec.architecture)
-    names = family.names(spec)
-    if head is not None:
-        names = dataclasses.replace(names, head=head.names, head_norms=head.norm_names)
-    return weight_names.weight_map(spec, names)
+    places: dict[str, Slot] = {}
+    for spelling in filter(None, (family.names, family.in_memory)):
+        names = spelling(spec)
+        if head is not None:
+            names = dataclasses.replace(names, head=head.names, head_norms=head.norm_names)
+        for name, slot in weight_names.weight_map(spec, names).items():
+            places.setdefault(name, slot)
+    return places
 
 
 def _of_shared_keys(spec: ModelSpec, family: Family) -> set[str]:

@@ -1,5 +1,6 @@
 """The text model of Aria: Llama's attention, Mixtral's routing and shared experts in every layer."""
 
+import dataclasses
 from typing import Any
 
 from tritonllm.layers.mlp import MLPSpec
@@ -27,18 +28,16 @@ def _aria_text(config: ConfigReader) -> dict[str, Any]:
     return {"norm": rms_norm(config), "layers": same_layers(config, attends, experts)}
 
 
+_IN_MEMORY = WeightNames(router="mlp.router", expert_up=(), stacked_transposed=True)
+
 FAMILIES: dict[str, Family] = {
     "AriaTextForCausalLM": Family(
         model_type="aria_text",
         axes=_aria_text,
         names=always(
-            WeightNames(
-                router="mlp.router",
-                stacked_up="mlp.experts.fc1.weight",
-                stacked_down="mlp.experts.fc2.weight",
-                stacked_transposed=True,
-            )
+            dataclasses.replace(_IN_MEMORY, stacked_up="mlp.experts.fc1.weight", stacked_down="mlp.experts.fc2.weight")
         ),
+        in_memory=always(_IN_MEMORY),
         defaults={
             **COMMON,
             "max_position_embeddings": 2048,

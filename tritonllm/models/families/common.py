@@ -24,6 +24,7 @@ class Family:
         axes: from the configuration, the fields of :class:`ModelSpec` that this architecture decides: ``norm`` and
             ``layers`` at least.
         names: what checkpoints call the weights; may depend on the spec.
+        in_memory: what transformers' model calls them in memory, and so a trainer, where that differs.
         defaults: values of fields that configuration files may leave out.
         renames: this architecture's name of a field -> the usual one.
         reads: fields that other architectures do not know and that ``axes`` computes with.
@@ -40,6 +41,7 @@ class Family:
     model_type: str
     axes: Callable[[ConfigReader], dict[str, Any]]
     names: Callable[[ModelSpec], WeightNames]
+    in_memory: Callable[[ModelSpec], WeightNames] | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     renames: Mapping[str, str] = field(default_factory=dict)
     reads: frozenset[str] = frozenset()
@@ -49,6 +51,10 @@ class Family:
     extra_names: tuple[str, ...] = ()
     is_extra: Callable[[ModelSpec, str], bool] = lambda spec, name: False
     heads: Mapping[str, FamilyHead] = field(default_factory=dict)
+
+
+# What transformers' memory has of a model with experts: tensors of all of them.
+STACKED = WeightNames(expert_up=())
 
 
 def always(names: WeightNames) -> Callable[[ModelSpec], WeightNames]:

@@ -71,7 +71,16 @@ def _with_experts(config: ConfigReader) -> dict[str, Any]:
 
 _MOE_NAMES = WeightNames(correction_bias="mlp.moe_statics.e_score_correction_bias", correction_bias_rows=1)
 _NAMES_BESIDE_IMAGES = dataclasses.replace(_MOE_NAMES, correction_bias_rows=2, router_transposed=True)
-_OF_IMAGES = re.compile(r"\.mlp\.(?:gate\.weight_1|experts\.(\d+)\.\w+\.\w+)$")
+_IN_MEMORY = WeightNames(correction_bias="mlp.gate.moe_statics.e_score_correction_bias", correction_bias_rows=1)
+_IN_MEMORY_BESIDE_IMAGES = WeightNames(
+    router="mlp.text_moe.gate",
+    expert_up=(),
+    stacked_up="mlp.text_moe.experts.gate_up_proj",
+    stacked_down="mlp.text_moe.experts.down_proj",
+    correction_bias="mlp.text_moe.gate.moe_statics.e_score_correction_bias",
+    correction_bias_rows=1,
+)
+_OF_IMAGES = re.compile(r"\.mlp\.(?:gate\.weight_1|experts\.(\d+)\.\w+\.\w+|vision_moe\..*)$")
 
 
 def _is_of_images(spec: ModelSpec, name: str) -> bool:
@@ -101,6 +110,7 @@ FAMILIES: dict[str, Family] = {
         model_type="ernie4_5_moe",
         axes=_with_experts,
         names=lambda spec: _NAMES_BESIDE_IMAGES if spec.text_of else _MOE_NAMES,
+        in_memory=lambda spec: _IN_MEMORY_BESIDE_IMAGES if spec.text_of else _IN_MEMORY,
         defaults={
             **_ERNIE,
             "num_key_value_heads": 4,

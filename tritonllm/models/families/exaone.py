@@ -5,7 +5,7 @@ from typing import Any
 
 from tritonllm.layers.attention import AttentionSpec
 from tritonllm.models.config_reader import ConfigReader
-from tritonllm.models.families.common import Family, always, attention, head_size, mlp, rms_norm
+from tritonllm.models.families.common import STACKED, Family, always, attention, head_size, mlp, rms_norm
 from tritonllm.models.families.llama import COMMON, llama
 from tritonllm.models.families.olmo import NAMES_OF_POST_NORMS
 from tritonllm.models.families.sigmoid_experts import blocks, sigmoid_experts
@@ -82,6 +82,7 @@ FAMILIES: dict[str, Family] = {
         model_type="exaone",
         axes=llama,
         names=always(_NAMES_OF_EXAONE_3),
+        in_memory=always(WeightNames()),
         defaults={
             **COMMON,
             "rms_norm_eps": 1e-5,
@@ -107,6 +108,7 @@ FAMILIES: dict[str, Family] = {
         model_type="exaone_moe",
         axes=_exaone_moe,
         names=always(WeightNames(correction_bias="mlp.e_score_correction_bias")),
+        in_memory=always(STACKED),
         defaults={
             **_EXAONE,
             "eos_token_id": 53,

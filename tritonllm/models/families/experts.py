@@ -1,5 +1,6 @@
 """Mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, Mellum 2, Flint and GPT-OSS."""
 
+import dataclasses
 from typing import Any
 
 from tritonllm.layers.attention import AttentionSpec
@@ -7,6 +8,7 @@ from tritonllm.layers.mlp import MLPSpec
 from tritonllm.layers.moe import MoESpec
 from tritonllm.models.config_reader import ConfigReader
 from tritonllm.models.families.common import (
+    STACKED,
     Family,
     always,
     attention,
@@ -177,6 +179,7 @@ FAMILIES: dict[str, Family] = {
         model_type="mixtral",
         axes=_mixtral,
         names=always(MIXTRAL_NAMES),
+        in_memory=always(STACKED),
         defaults={
             **COMMON,
             "rms_norm_eps": 1e-5,
@@ -244,6 +247,7 @@ FAMILIES: dict[str, Family] = {
         model_type="flint",
         axes=_flint,
         names=always(WeightNames(sinks="self_attn.softmax_offset", shared="mlp.shared_expert")),
+        in_memory=always(dataclasses.replace(STACKED, shared="mlp.shared_expert")),
         defaults={
             **COMMON,
             "intermediate_size": 6144,

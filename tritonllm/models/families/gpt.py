@@ -1,5 +1,6 @@
 """GPT-2, GPT-J, OPT, GPT-NeoX, Falcon and Phi: layer norm, biases, an MLP without a gate."""
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -250,6 +251,7 @@ FAMILIES: dict[str, Family] = {
         model_type="gpt_neox",
         axes=_gpt_neox,
         names=always(_GPT_NEOX_NAMES),
+        in_memory=always(dataclasses.replace(_GPT_NEOX_NAMES, lm_head="lm_head")),
         defaults={
             "max_position_embeddings": 2048,
             "layer_norm_eps": 1e-5,

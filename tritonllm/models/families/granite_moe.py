@@ -45,7 +45,7 @@ _NAMES = WeightNames(
     shared_up=("input_linear",),
     shared_down="output_linear",
 )
-_NAMES_OF_SWA = dataclasses.replace(
+_IN_MEMORY = dataclasses.replace(
     _NAMES,
     router="block_sparse_moe.router",
     stacked_up="block_sparse_moe.experts.gate_up_proj",
@@ -67,15 +67,25 @@ _READS = frozenset({"embedding_multiplier", "residual_multiplier", "num_local_ex
 
 FAMILIES: dict[str, Family] = {
     "GraniteMoeForCausalLM": Family(
-        model_type="granitemoe", axes=_granite_moe, names=always(_NAMES), defaults=_GRANITE_MOE, reads=_READS
+        model_type="granitemoe",
+        axes=_granite_moe,
+        names=always(_NAMES),
+        in_memory=always(_IN_MEMORY),
+        defaults=_GRANITE_MOE,
+        reads=_READS,
     ),
     "GraniteMoeSharedForCausalLM": Family(
-        model_type="granitemoeshared", axes=_granite_moe, names=always(_NAMES), defaults=_GRANITE_MOE, reads=_READS
+        model_type="granitemoeshared",
+        axes=_granite_moe,
+        names=always(_NAMES),
+        in_memory=always(_IN_MEMORY),
+        defaults=_GRANITE_MOE,
+        reads=_READS,
     ),
     "GraniteMoeSWAForCausalLM": Family(
         model_type="granitemoe_swa",
         axes=_granite_moe_swa,
-        names=always(_NAMES_OF_SWA),
+        names=always(_IN_MEMORY),
         defaults={**_GRANITE_MOE, "sliding_window": 128},
         reads=_READS,
     ),

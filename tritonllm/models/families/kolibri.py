@@ -1,11 +1,12 @@
 """Kolibri 1: experts by logits and a correction bias, weighed by sigmoids; norms before and after each block."""
 
+import dataclasses
 from typing import Any
 
 from tritonllm.layers.mlp import MLPSpec
 from tritonllm.layers.moe import MoESpec
 from tritonllm.models.config_reader import ConfigReader
-from tritonllm.models.families.common import Family, always, attention, head_size, rms_norm
+from tritonllm.models.families.common import STACKED, Family, always, attention, head_size, rms_norm
 from tritonllm.models.families.llama import COMMON
 from tritonllm.models.spec import LayerSpec
 from tritonllm.models.weight_names import WeightNames
@@ -45,6 +46,11 @@ FAMILIES: dict[str, Family] = {
                 mlp_norm="post_attention_layernorm",
                 mlp_post_norm="post_ffn_norm",
                 correction_bias="moe.router.expert_bias",
+            )
+        ),
+        in_memory=always(
+            dataclasses.replace(
+                STACKED, attention_post_norm="post_self_attn_layernorm", mlp_post_norm="post_mlp_layernorm"
             )
         ),
         defaults={

@@ -1,12 +1,13 @@
 """Laguna: layers with different numbers of query heads, a softplus gate of attention's output, and sigmoid experts."""
 
+import dataclasses
 from typing import Any
 
 from tritonllm.layers.attention import AttentionSpec
 from tritonllm.layers.mlp import MLPSpec
 from tritonllm.layers.moe import MoESpec
 from tritonllm.models.config_reader import ConfigReader
-from tritonllm.models.families.common import Family, always, attention, check_fixed, rms_norm, rotations
+from tritonllm.models.families.common import STACKED, Family, always, attention, check_fixed, rms_norm, rotations
 from tritonllm.models.families.llama import COMMON
 from tritonllm.models.families.sigmoid_experts import blocks
 from tritonllm.models.spec import LayerSpec
@@ -68,6 +69,7 @@ FAMILIES: dict[str, Family] = {
                 shared="mlp.shared_expert",
             )
         ),
+        in_memory=always(dataclasses.replace(STACKED, gate="self_attn.g_proj")),
         defaults={
             **COMMON,
             "max_position_embeddings": 131072,

@@ -4,6 +4,7 @@ from typing import Any
 
 from tritonllm.models.config_reader import ConfigReader
 from tritonllm.models.families.common import (
+    STACKED,
     Family,
     always,
     attention,
@@ -78,6 +79,7 @@ FAMILIES: dict[str, Family] = {
         model_type="mimo_v2_flash",
         axes=_mimo_v2_flash,
         names=always(WeightNames(sinks="self_attn.attention_sink_bias")),
+        in_memory=always(STACKED),
         defaults={
             **COMMON,
             "rms_norm_eps": 1e-5,

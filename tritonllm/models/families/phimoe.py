@@ -1,10 +1,12 @@
 """Phi-3.5-MoE: experts by SparseMixer, layer norms and biases."""
 
+import dataclasses
 from typing import Any
 
 from tritonllm.layers.moe import MoESpec
 from tritonllm.models.config_reader import ConfigReader
 from tritonllm.models.families.common import (
+    STACKED,
     Family,
     always,
     attention,
@@ -39,6 +41,7 @@ FAMILIES: dict[str, Family] = {
         model_type="phimoe",
         axes=_phimoe,
         names=always(MIXTRAL_NAMES),
+        in_memory=always(dataclasses.replace(STACKED, router="mlp.router")),
         aliases=("PhiMoEForCausalLM",),  # as published
         defaults={
             **COMMON,

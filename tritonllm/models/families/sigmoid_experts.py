@@ -1,12 +1,14 @@
 """Experts that are chosen by a sigmoid and a correction bias (DeepSeek-V3's rule): GLM-4.5, Sarvam, dots.llm1, Solar
 Open, Hy3, MiniMax M2 and AFMoE."""
 
+import dataclasses
 from typing import Any
 
 from tritonllm.layers.mlp import MLPSpec
 from tritonllm.layers.moe import MoESpec
 from tritonllm.models.config_reader import ConfigReader
 from tritonllm.models.families.common import (
+    STACKED,
     Family,
     always,
     attention,
@@ -148,6 +150,7 @@ def _afmoe(config: ConfigReader) -> dict[str, Any]:
 
 
 _GROUPS: dict[str, Any] = {"routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1}
+_BIAS_OF_BLOCK = dataclasses.replace(STACKED, correction_bias="mlp.e_score_correction_bias")
 _NEW_NAME = {"num_local_experts": "n_routed_experts"}  # transformers 5 knows both
 
 FAMILIES: dict[str, Family] = {
@@ -186,6 +189,7 @@ FAMILIES: dict[str, Family] = {
                 correction_bias="mlp.gate.expert_bias",
             )
         ),
+        in_memory=always(STACKED),
         defaults={
             **COMMON,
             **_GROUPS,
@@ -257,6 +261,7 @@ FAMILIES: dict[str, Family] = {
         model_type="hy_v3",
         axes=_hy_v3,
         names=always(WeightNames(router="mlp.router.gate", correction_bias="mlp.expert_bias", shared="mlp.shared_mlp")),
+        in_memory=always(_BIAS_OF_BLOCK),
         defaults={
             **COMMON,
             **_GROUPS,
@@ -295,6 +300,7 @@ FAMILIES: dict[str, Family] = {
                 stacked_down="block_sparse_moe.experts.down_proj",
             )
         ),
+        in_memory=always(_BIAS_OF_BLOCK),
         defaults={
             **COMMON,
             "rope_theta": 5000000.0,

@@ -33,3 +33,17 @@ def unpack(words: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
             value |= (words[:, word + 1] & ((1 << (bits - here)) - 1)) << here
         out[:, i] = value
     return out.flatten(0, 1).movedim(0, dim)
+
+
+def pack_words(numbers: torch.Tensor, bits: int) -> torch.Tensor:
+    """What :func:`unpack` makes integers of, along the last dimension.
+
+    Args:
+        numbers: uint8 ``[..., K]`` below ``2**bits``, that fill whole words.
+        bits: 1, 2, 4 or 8.
+
+    Returns:
+        int32 ``[..., K * bits / 32]``.
+    """
+    places = torch.arange(0, 32, bits, dtype=torch.int32, device=numbers.device)
+    return (numbers.unflatten(-1, (-1, len(places))).int() << places).sum(-1).int()

@@ -50,12 +50,14 @@ class _Rule:
         bits: how many bits a number has.
         columns: how many columns a group has; 0 for no groups.
         block: rows and columns of a block; ``None`` for no blocks.
+        rounds_rows: products round their rows, too (``input_activations``).
     """
 
     targets: tuple[str, ...]
     bits: int
     columns: int
     block: tuple[int, int] | None
+    rounds_rows: bool
 
 
 @dataclass(frozen=True)
@@ -88,10 +90,10 @@ class CompressedTensors:
         return f"{stem}.weight", _weight(name, tensor, headers, stem, rule, shape, packing)
 
     def _rule(self, name: str, tensor: StoredTensor, module: str) -> _Rule:
-        if any(_is_target(module, target) for target in self.ignore):
+        if any(is_target(module, target) for target in self.ignore):
             raise bad(tensor, name, f"is narrow, but {_WHERE} ignores {module}")
         exact = lambda target: target == module  # noqa: E731
-        pattern = lambda target: target.startswith("re:") and _is_target(module, target)  # noqa: E731
+        pattern = lambda target: target.startswith("re:") and is_target(module, target)  # noqa: E731
         for fits in (exact, pattern, lambda target: target == "Linear"):
             for rule in self.rules:
                 if any(map(fits, rule.targets)):
@@ -101,7 +103,9 @@ class CompressedTensors:
         return self.rules[0]
 
 
-def _is_target(module: str, target: str) -> bool:
+def is_target(module: str, target: str) -> bool:
+    """Whether a target, spelled as in a ``quantization_config``, is this module: its name, or behind ``re:`` a regular
+    expression that its name begins with."""
     return bool(re.match(target[3:], module)) if target.startswith("re:") else target == module
 
 
@@ -149,7 +153,8 @@ def _weight(
         parts["order"] = headers.order(name, NAME, order, k, groups.shape(n, k)[1])
     if f"{stem}.weight_shape" in headers.stored:
         parts["shape"] = f"{stem}.weight_shape", headers.stored[f"{stem}.weight_shape"]
-    return NarrowTensor((n, k), RowMajor(NAME, (n, k), groups, packing, zero_bits), parts)
+    scheme = RowMajor(NAME, (n, k), groups, packing, zero_bits, rounds_rows=rule.rounds_rows)
+    return NarrowTensor((n, k), scheme, parts)
 
 
 def _floats4(name: str, tensor: StoredTensor, headers: Headers, stem: str) -> NarrowTensor:
@@ -189,4 +194,5 @@ def _rule_of(group: Mapping[str, Any]) -> _Rule:
     bits, columns = weights.get("num_bits", 8), weights.get("group_size") or 0
     if not isinstance(bits, int) or not isinstance(columns, int):
         raise ValueError(f"{_WHERE}: num_bits and group_size must be integers, got {bits!r} and {columns!r}")
-    return _Rule(tuple(targets), bits, max(columns, 0), two_sizes(weights.get("block_structure"), "block_structure"))
+    block = two_sizes(weights.get("block_structure"), "block_structure")
+    return _Rule(tuple(targets), bits, max(columns, 0), block, group.get("input_activations") is not None)

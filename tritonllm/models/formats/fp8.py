@@ -5,6 +5,9 @@ which it is multiplied in spite of its name: ``[ceil(N / 128), ceil(K / 128)]`` 
 single one. Others call it ``weight_scale``, of the whole or of each row. Experts lie one by one, or stacked:
 ``experts.gate_up_proj`` ``[E, 2I, hidden]`` and ``experts.gate_up_proj_scale_inv``. DeepSeek-AI, "DeepSeek-V3 Technical
 Report" (2024), section 3.3. What is not narrow (``modules_to_not_convert``) has 16-bit tensors as ever.
+
+Products round their rows, too: by scales that are made for each row, also where the checkpoint brings one for all
+(``activation_scheme``: static). With scales of blocks they do not here.
 """
 
 from collections.abc import Mapping
@@ -37,7 +40,8 @@ class Fp8:
             return None
         scales = next((name + end for end in _SCALES if name + end in headers.stored), name + _SCALES[0])
         part, groups = headers.scales(name, NAME, scales, _TYPES, tensor.shape, block=self.block)
-        scheme = RowMajor(NAME, (tensor.shape[-2], tensor.shape[-1]), groups)
+        rounds = groups.columns == 0 and len(tensor.shape) == 2
+        scheme = RowMajor(NAME, (tensor.shape[-2], tensor.shape[-1]), groups, rounds_rows=rounds)
         return name, NarrowTensor(tensor.shape, scheme, {"numbers": (name, tensor), "scales": part})
 
 

@@ -112,7 +112,9 @@ def assemble(shape: tuple[int, ...], arrivals: Iterable[Arrival]) -> Weight | No
             row_scales[at] = piece.factor
     if zeros is not None and bool((zeros == 8).all()):
         zeros = None
-    return Weight(data, scales, format, groups, zeros, row_scales)
+    # where scales are of groups of columns rows have 16 bits, which are more exact
+    rounds_rows = not groups.columns and not experts and all(piece.rounds_rows for piece in pieces)
+    return Weight(data, scales, format, groups, zeros, row_scales, rounds_rows)
 
 
 def _in_whole_groups(piece: NarrowPiece) -> NarrowPiece:

@@ -24,6 +24,7 @@ class NarrowPiece:
             columns in another order (GPTQ's act-order), or groups that the piece cuts through.
         values: ``[16]`` or more float32, what each number stands for; ``None``: itself.
         factor: a float32 number that multiplies all scales; ``None``: 1.
+        rounds_rows: the checkpoint's products round their rows, too.
     """
 
     numbers: torch.Tensor
@@ -33,6 +34,7 @@ class NarrowPiece:
     column_groups: torch.Tensor | None = None
     values: torch.Tensor | None = None
     factor: torch.Tensor | None = None
+    rounds_rows: bool = False
 
     def widen(self, dtype: torch.dtype) -> torch.Tensor:
         """The elements ``[R, C]``, on the piece's device: computed in float32 and rounded once to ``dtype``."""
@@ -84,6 +86,7 @@ def cut_out(
     column_groups: torch.Tensor | None = None,
     values: torch.Tensor | None = None,
     factor: torch.Tensor | None = None,
+    rounds_rows: bool = False,
 ) -> NarrowPiece:
     """The piece of a weight whose scales are given as a whole.
 
@@ -95,6 +98,7 @@ def cut_out(
         column_groups: ``[K]``, which column of ``scales`` each column of the weight has.
         values: what each number stands for.
         factor: a number that multiplies all scales.
+        rounds_rows: as of the piece.
     """
     device = scales.device
     which: slice | torch.Tensor
@@ -113,4 +117,4 @@ def cut_out(
         scales, zeros = scales[:, some], None if zeros is None else zeros[:, some]
     elif across:
         column_groups, across = torch.arange(columns.start, columns.stop, device=device) // across, 0
-    return NarrowPiece(numbers, scales, Groups(own, across), zeros, column_groups, values, factor)
+    return NarrowPiece(numbers, scales, Groups(own, across), zeros, column_groups, values, factor, rounds_rows)

@@ -56,6 +56,7 @@ class RowMajor:
         packing: how the numbers lie.
         zero_bits: how many bits a packed zero point has; 0: they are not packed.
         times: a number by which the scales are multiplied.
+        rounds_rows: products round their rows to the numbers' format, too.
     """
 
     name: str
@@ -64,6 +65,7 @@ class RowMajor:
     packing: Packing = ELEMENTS
     zero_bits: int = 0
     times: float = 1.0
+    rounds_rows: bool = False
 
     def piece(self, parts: Parts, expert: int | None, rows: range, columns: range) -> NarrowPiece:
         """As :class:`~tritonllm.models.formats.narrow_tensor.Scheme` says."""
@@ -83,6 +85,7 @@ class RowMajor:
             column_groups=in_order(parts("order"), self.groups.columns) if "order" in parts else None,
             values=None if self.packing.values is None else self.packing.values(numbers.device),
             factor=_factor(parts, lead),
+            rounds_rows=self.rounds_rows,
         )
 
     def _scales(self, parts: Parts, lead: tuple[int, ...]) -> torch.Tensor:

@@ -12,34 +12,13 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tritonllm.engine.cache.kv_cache import make_cache
-from tritonllm.layers.metadata import AttentionMetadata
-from tritonllm.layers.segments import Segment, Segments
 from tritonllm.models.decoder import Decoder
+from tritonllm.models.one_sequence import run_alone
 from tritonllm.teach.xray.costs import bind, name_of
 from tritonllm.teach.xray.stages import layers_of
 
-BLOCK = 16
 MOST_TOKENS = 4096  # of a pattern: one head's is 64 MB
 ATTENTION = "tritonllm.varlen_prefill_attention"
-
-
-@torch.inference_mode()
-def forward(model: Any, device: torch.device, token_ids: Sequence[int]) -> torch.Tensor:
-    """Hidden states ``[T, hidden]`` of one sequence, in a cache that is thrown away."""
-    count = len(token_ids)
-    blocks = -(-count // BLOCK)
-    cache, _ = make_cache(model.spec, model.dtype, blocks, BLOCK, device)
-    positions = torch.arange(count, device=device)
-    metadata = AttentionMetadata(
-        segments=Segments(chunk=Segment(1, count, count)),
-        slot_mapping=positions,
-        block_tables=torch.arange(blocks, dtype=torch.int32, device=device)[None],
-        seq_lens=torch.tensor([count], dtype=torch.int32, device=device),
-        cu_seqlens_q=torch.tensor([0, count], dtype=torch.int32, device=device),
-    )
-    ids = torch.tensor(list(token_ids), dtype=torch.int64, device=device)
-    return model(ids, positions, metadata, cache)
 
 
 class _Calls(TorchDispatchMode):
@@ -107,7 +86,7 @@ def attention_pattern(
     if not 0 <= layer < depth:
         raise ValueError(f"--xray-attention: layer must be from 0 to {depth - 1}, got {layer}")
     with _Calls(layer) as calls:
-        forward(model, device, token_ids)
+        run_alone(model, device, token_ids)
     if calls.weights is None:
         raise ValueError("--xray-attention: this model does not attend by our kernels, so nobody sees its queries")
     heads = len(calls.weights)
@@ -167,7 +146,7 @@ def _of_decoder(model: Decoder, device: torch.device, token_ids: Sequence[int], 
 
     hooks = [layer.register_forward_pre_hook(before) for layer in model.layers]
     try:
-        hidden = forward(model, device, token_ids)[position : position + 1]
+        hidden = run_alone(model, device, token_ids)[position : position + 1]
     finally:
         for hook in hooks:
             hook.remove()
@@ -206,7 +185,7 @@ def _of_others(model: Any, device: torch.device, token_ids: Sequence[int], posit
     hooks += [module.register_forward_hook(behind) for module in modules]
     hooks += [child.register_forward_hook(later) for child in parent.children() if not isinstance(child, nn.ModuleList)]
     try:
-        hidden = forward(model, device, token_ids)[position : position + 1]
+        hidden = run_alone(model, device, token_ids)[position : position + 1]
     finally:
         for hook in hooks:
             hook.remove()

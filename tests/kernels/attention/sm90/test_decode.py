@@ -32,6 +32,7 @@ def config(rows=8, programs=264, block_n=64):
         ({}, True),
         ({"head_size": 64}, True),
         ({"cache_dtype": FP8}, True),
+        ({"cache_dtype": torch.float8_e5m2}, True),
         ({"block_size": 256}, True),
         ({"block_size": 8}, True),
         ({"head_size": 80}, False),
@@ -63,7 +64,7 @@ def check(p, programs=264, tree=None, **state):
     workspace = torch.zeros(WORKSPACE_SIZE, dtype=torch.int32, device=p.q.device)
     longest = int(p.cu_seqlens_q.diff().max())
     rows = max(8, 1 << (longest * p.q.shape[1] // p.k_cache.shape[2] - 1).bit_length())
-    block_n = 128 if rows == 8 and p.k_cache.dtype == FP8 and programs > 100 else 64
+    block_n = 128 if rows == 8 and p.k_cache.element_size() == 1 and programs > 100 else 64
     keywords = {**p.options, "return_lse": True}
     with patch.object(sm90, "launch", wraps=sm90.launch) as launch:
         if (p.cu_seqlens_q.diff() == 1).all():
@@ -93,7 +94,7 @@ OPTIONS = [
 @pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("float8", [False, True], ids=["16 bits", "float8"])
+@pytest.mark.parametrize("float8", [False, True, "e5m2"], ids=["16 bits", "e4m3", "e5m2"])
 @pytest.mark.parametrize(
     ("head_size", "block_size", "kv_heads", "group", "dtype"),
     [(128, 16, 2, 4, BF16), (64, 8, 1, 8, FP16), (128, 256, 2, 1, FP16), (64, 64, 2, 3, BF16), (128, 16, 1, 30, BF16)],
@@ -111,7 +112,7 @@ def test_decode_matches_reference(device, lens, head_size, block_size, kv_heads,
 @pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("float8", [False, True], ids=["16 bits", "float8"])
+@pytest.mark.parametrize("float8", [False, True, "e5m2"], ids=["16 bits", "e4m3", "e5m2"])
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 @pytest.mark.parametrize("q_lens", [[5, 0, 8, 2], [3] * 9], ids=str)
 def test_verify_matches_reference(device, q_lens, tree, float8, options):

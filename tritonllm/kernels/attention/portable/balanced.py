@@ -19,7 +19,14 @@ import triton.language as tl
 
 from tritonllm.kernels.attention.arguments import AttentionArgs, Hints, Pages, Queries
 from tritonllm.kernels.attention.common import finish_softmax, start_softmax
-from tritonllm.kernels.attention.portable.tile import attend, load_head_factors, load_queries, store_part, store_rows
+from tritonllm.kernels.attention.portable.tile import (
+    attend,
+    fit_queries,
+    load_head_factors,
+    load_queries,
+    store_part,
+    store_rows,
+)
 from tritonllm.kernels.attention.schedule import count_tiles, cut, describe_sequence, divide, find_sequence, merge_parts
 from tritonllm.kernels.runtime import tuning
 
@@ -118,12 +125,7 @@ def balanced_kernel(
                 *(scale, v_factor, slope_ptr, k_scale_ptr, v_scale_ptr, kv_head, b_head, m_row), BLOCK_M=BLOCK_M
             )
             b_scale = tl.zeros([BLOCK_M], tl.float32) + logit_scale
-            if k_ptr.dtype.element_ty == tl.float8e4nv and b_q.dtype != tl.float32:
-                # float16 holds every float8, and the conversion is one instruction for two; queries fit after division.
-                b_peak = tl.max(tl.abs(b_q.to(tl.float32)), 1)
-                b_peak = tl.where(b_peak > 0, b_peak, 1.0)
-                b_q = (b_q.to(tl.float32) / b_peak[:, None]).to(tl.float16)
-                b_scale *= b_peak
+            b_q, b_scale = fit_queries(b_q, b_scale, k_ptr)
             cached = seq_len - q_len
             b_pos = cached + b_new
             b_end = b_pos + 1
@@ -149,7 +151,6 @@ def balanced_kernel(
                 HIDE="end" if cu_ptr is None else "rows" if tree_ptr is None else "tree",
                 INSTEAD=True,
                 SAME_STRIDES=SAME_STRIDES,
-                ROW_SCALE=True,
                 WINDOW=WINDOW,
                 SOFTCAP=SOFTCAP,
                 ALIBI=slope_ptr is not None,

@@ -10,9 +10,11 @@ import triton
 import triton.language as tl
 
 from tritonllm.kernels.attention.common import LOG2E, soft_cap, softmax_divisor, start_softmax
-from tritonllm.kernels.attention.kv_cache import inverse_scale
+from tritonllm.kernels.attention.kv_cache import inverse_scale, saturate
 from tritonllm.kernels.attention.portable.projection import load_norm, load_turns, prepare_new_heads
 from tritonllm.kernels.attention.portable.tile import (
+    convert_where_loaded,
+    fit_queries,
     load_block_ids,
     load_head_factors,
     load_rows,
@@ -35,12 +37,15 @@ def _load_pages(p_k, p_v, b_block, b_key, m_key, b_dim, strides, BLOCK_SIZE: tl.
 
 
 @triton.jit
-def _weigh(b_acc, b_m, b_l, b_s, b_v, m_key, b_distance, b_slope, scale, softcap, SCALED: tl.constexpr,
+def _weigh(b_acc, b_m, b_l, b_s, b_v, m_key, b_distance, b_slope, b_scale, softcap, SCALED: tl.constexpr,
            SOFTCAP: tl.constexpr, ALIBI: tl.constexpr):  # fmt: skip
     """Add the values ``[N, D]`` of a tile by the weights of its logits ``[N, C]``: the new (b_acc, b_m, b_l)."""
-    b_s = to_logits(b_s, scale, softcap, b_slope[None, :], b_distance[:, None], 0, SOFTCAP, ALIBI)
+    b_factor = b_scale
+    if len(b_scale.shape) == 1:
+        b_factor = b_scale[None, :]
+    b_s = to_logits(b_s, b_factor, softcap, b_slope[None, :], b_distance[:, None], 0, SOFTCAP, ALIBI)
     b_s = tl.where(m_key[:, None], b_s, float("-inf"))
-    b_p, b_m, b_alpha = to_weights(b_s, b_m, scale, scale, 0, SOFTCAP or ALIBI or SCALED)
+    b_p, b_m, b_alpha = to_weights(b_s, b_m, b_factor, b_scale, 0, SOFTCAP or ALIBI or SCALED)
     b_l = b_l * b_alpha + tl.sum(b_p, 0)
     b_acc = tl.dot(tl.trans(b_v), b_p.to(b_v.dtype), b_acc * b_alpha[None, :], input_precision="ieee")
     return b_acc, b_m, b_l
@@ -107,22 +112,25 @@ def attend_to_part(
         b_q = tl.load(p_rows, mask=m_new & (b_dim < HEAD_SIZE)[None, :], other=0.0)
     # Products have eight columns or more: the rows once more.
     b_q = tl.broadcast_to(b_q[None, :, :], [COLUMNS // ROWS, ROWS, BLOCK_D])
-    b_q = tl.trans(tl.reshape(b_q, [COLUMNS, BLOCK_D]))
+    b_q = tl.reshape(b_q, [COLUMNS, BLOCK_D])
     b_row = row + tl.arange(0, COLUMNS) % ROWS
     m_row = b_row < GROUP
     b_head = kv_head * GROUP + b_row
     scale, v_factor, b_slope = load_head_factors(
         *(scale, v_factor, slope_ptr, k_scale_ptr, v_scale_ptr, kv_head, b_head, m_row), BLOCK_M=COLUMNS
     )
+    b_q, b_scale = fit_queries(b_q, scale, p_k)
+    b_q = tl.trans(b_q)
     b_m, b_l = start_softmax(sink_ptr, b_head, m_row & (part == 0), COLUMNS)  # a sink counts once
     b_acc = tl.zeros([BLOCK_D, COLUMNS], tl.float32)
     SCALED: tl.constexpr = b_q.dtype == tl.float32 and not FLAGS[6] and slope_ptr is None  # see tile.attend
     if SCALED:
-        b_q *= scale * LOG2E
-    b_s = tl.dot(b_k.to(b_q.dtype), b_q, input_precision="ieee")  # [N, C]
-    rest = (scale, softcap, SCALED, FLAGS[6], slope_ptr is not None)
+        b_q *= b_scale * LOG2E
+    b_s = tl.dot(convert_where_loaded(b_k, b_q.dtype), b_q, input_precision="ieee")  # [N, C]
+    rest = (b_scale, softcap, SCALED, FLAGS[6], slope_ptr is not None)
     b_far = b_key - (seq_len - 1)
-    b_acc, b_m, b_l = _weigh(b_acc, b_m, b_l, b_s, b_v.to(b_q.dtype), m_key, b_far, b_slope, *rest)
+    b_values = convert_where_loaded(b_v, b_q.dtype)
+    b_acc, b_m, b_l = _weigh(b_acc, b_m, b_l, b_s, b_values, m_key, b_far, b_slope, *rest)
     if lo < start:
         b_next_block = load_block_ids(p_table, lo, start, BLOCK_SIZE, BLOCK_N)
         for tile in tl.range(lo, start, BLOCK_N):
@@ -133,9 +141,10 @@ def attend_to_part(
             b_k, b_v = _load_pages(
                 *(p_k, p_v, b_block, b_key, m_key if FLAGS[5] else None, b_dim, strides, BLOCK_SIZE, HEAD_SIZE)
             )
-            b_s = tl.dot(b_k.to(b_q.dtype), b_q, input_precision="ieee")
+            b_s = tl.dot(convert_where_loaded(b_k, b_q.dtype), b_q, input_precision="ieee")
             b_far = b_key - (seq_len - 1)
-            b_acc, b_m, b_l = _weigh(b_acc, b_m, b_l, b_s, b_v.to(b_q.dtype), m_key, b_far, b_slope, *rest)
+            b_values = convert_where_loaded(b_v, b_q.dtype)
+            b_acc, b_m, b_l = _weigh(b_acc, b_m, b_l, b_s, b_values, m_key, b_far, b_slope, *rest)
     b_divisor, b_lse = softmax_divisor(b_m, b_l)
     return b_acc * (v_factor / b_divisor)[None, :], b_lse, b_row
 
@@ -205,8 +214,8 @@ def attend_to_newest(
         )
         b_q = b_x
         if SCALED:
-            b_x *= k_inverse
-            b_v = b_v.to(tl.float32) * v_inverse
+            b_x = saturate(b_x * k_inverse, p_k.dtype.element_ty)
+            b_v = saturate(b_v.to(tl.float32) * v_inverse, p_v.dtype.element_ty)
         b_x = b_x.to(p_k.dtype.element_ty)
         b_v = b_v.to(p_v.dtype.element_ty)
         block = slot // BLOCK_SIZE

@@ -17,6 +17,7 @@ from tritonllm.kernels.attention.arguments import AttentionArgs, Hints, Pages, Q
 from tritonllm.kernels.attention.common import finish_softmax, start_softmax
 from tritonllm.kernels.attention.portable.tile import (
     attend_regions,
+    fit_queries,
     load_head_factors,
     load_queries,
     merge_parts,
@@ -143,6 +144,7 @@ def _prefill_kernel(
     scale, v_factor, b_slope = load_head_factors(
         *(scale, v_factor, slope_ptr, k_scale_ptr, v_scale_ptr, kv_head, b_head, m_row), BLOCK_M=BLOCK_M
     )
+    b_q, b_scale = fit_queries(b_q, scale, k_ptr)
     # A sink counts once, in the share with the first keys.
     b_m, b_l = start_softmax(sink_ptr, b_head, m_row & (part == 0) if SPLIT else m_row, BLOCK_M)
     b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -177,7 +179,7 @@ def _prefill_kernel(
     )
     b_acc, b_m, b_l = attend_regions(
         *((b_acc, b_m, b_l), b_q, (b_pos - window + 1, b_end, b_pos, b_slope), pages),
-        *((lo, whole_lo, whole_hi, hi, first), share_lo, share_hi, scale, softcap),
+        *((lo, whole_lo, whole_hi, hi, first), share_lo, share_hi, b_scale, softcap),
         *(SPLIT > 0, WINDOW, SOFTCAP, slope_ptr is not None, BLOCK_SIZE, HEAD_SIZE, BLOCK_D, BLOCK_N),
     )
     b_out, b_lse = finish_softmax(b_acc, b_m, b_l)

@@ -13,7 +13,13 @@ import triton.language as tl
 from tritonllm.kernels.attention.arguments import AttentionArgs, Hints, Pages, Queries
 from tritonllm.kernels.attention.common import LOWEST, finish_softmax, start_softmax
 from tritonllm.kernels.attention.portable.prefill import locate_rows
-from tritonllm.kernels.attention.portable.tile import attend_regions, load_head_factors, load_queries, store_rows
+from tritonllm.kernels.attention.portable.tile import (
+    attend_regions,
+    fit_queries,
+    load_head_factors,
+    load_queries,
+    store_rows,
+)
 from tritonllm.kernels.attention.schedule import find_prefill_sequence, prefill_key_ranges
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.dependent_launch import MAX_PROGRAMS, dependent_launch, let_next_start, wait_for_previous
@@ -167,6 +173,7 @@ def _segments_kernel(
     scale, v_factor, b_slope = load_head_factors(
         *(scale, v_factor, slope_ptr, k_scale_ptr, v_scale_ptr, kv_head, b_head, m_row), BLOCK_M=BLOCK_M
     )
+    b_q, b_scale = fit_queries(b_q, scale, k_ptr)
     pos_lo = cached + first_pair // GROUP
     pos_hi = cached + tl.minimum((first_pair + BLOCK_M - 1) // GROUP, q_len - 1)
     lo, whole_lo, whole_hi, hi = prefill_key_ranges(pos_lo, pos_hi, seq_len, window, True, WINDOW, BLOCK_N)
@@ -192,7 +199,7 @@ def _segments_kernel(
         b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         if ONE:
             b_part, b_part_m, b_part_l = _segment(
-                *(b_q, rows, pages, ranges, 0, scale, softcap, FLAGS, BLOCK_SIZE, HEAD_SIZE, BLOCK_D, BLOCK_N, 0)
+                *(b_q, rows, pages, ranges, 0, b_scale, softcap, FLAGS, BLOCK_SIZE, HEAD_SIZE, BLOCK_D, BLOCK_N, 0)
             )
             if sink_ptr is None:  # to fold would change nothing, and hold twice as many registers
                 b_acc, b_m, b_l = b_part, b_part_m, b_part_l
@@ -201,7 +208,7 @@ def _segments_kernel(
         else:
             for segment in tl.range(from_segment, to_segment, num_stages=1):
                 b_part, b_part_m, b_part_l = _segment(
-                    *(b_q, rows, pages, ranges, segment * SEGMENT, scale, softcap),
+                    *(b_q, rows, pages, ranges, segment * SEGMENT, b_scale, softcap),
                     *(FLAGS, BLOCK_SIZE, HEAD_SIZE, BLOCK_D, BLOCK_N, SEGMENT),
                 )
                 b_acc, b_m, b_l = fold(b_acc, b_m, b_l, b_part, b_part_m, b_part_l)
@@ -212,7 +219,7 @@ def _segments_kernel(
         to_segment = tl.minimum(to_segment, from_segment + slots)  # a wrong bound harms its own sequence alone
         for segment in tl.range(from_segment + tl.program_id(2), to_segment, tl.num_programs(2), num_stages=1):
             b_acc, b_m, b_l = _segment(
-                *(b_q, rows, pages, ranges, segment * SEGMENT, scale, softcap),
+                *(b_q, rows, pages, ranges, segment * SEGMENT, b_scale, softcap),
                 *(FLAGS, BLOCK_SIZE, HEAD_SIZE, BLOCK_D, BLOCK_N, SEGMENT),
             )
             _, _, b_token, b_pair, m_row = locate_rows(tile, seq, cu_ptr, GROUP, BLOCK_M)

@@ -13,7 +13,14 @@ import triton.language as tl
 
 from tritonllm.kernels.attention.arguments import AttentionArgs, Hints, Pages, Queries
 from tritonllm.kernels.attention.common import LN2, finish_softmax, row_offsets, start_softmax
-from tritonllm.kernels.attention.portable.tile import attend, load_head_factors, load_queries, merge_parts, store_rows
+from tritonllm.kernels.attention.portable.tile import (
+    attend,
+    fit_queries,
+    load_head_factors,
+    load_queries,
+    merge_parts,
+    store_rows,
+)
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
 
@@ -96,12 +103,13 @@ def _decode_kernel(
     scale, v_factor, b_slope = load_head_factors(
         *(scale, v_factor, slope_ptr, k_scale_ptr, v_scale_ptr, kv_head, b_head, m_row), BLOCK_M=BLOCK_M
     )
+    b_q, b_scale = fit_queries(b_q, scale, k_ptr)
     # The sink joins once: here, or in the merge.
     b_m, b_l = start_softmax(None if SPLIT else sink_ptr, b_head, m_row, BLOCK_M)
     b_end = tl.zeros([BLOCK_M], tl.int32) + seq_len
     b_acc, b_m, b_l = attend(
         *(tl.zeros([BLOCK_M, BLOCK_D], tl.float32), b_m, b_l, b_q, b_end - window, b_end, b_end - 1, None, b_slope),
-        scale,
+        b_scale,
         k_ptr + kv_head.to(tl.int64) * stride_k_head,
         v_ptr + kv_head.to(tl.int64) * stride_v_head,
         table_ptr + seq * stride_table,
@@ -110,7 +118,6 @@ def _decode_kernel(
         HIDE="end",
         INSTEAD=True,
         SAME_STRIDES=SAME_STRIDES,
-        ROW_SCALE=False,
         WINDOW=WINDOW,
         SOFTCAP=SOFTCAP,
         ALIBI=slope_ptr is not None,

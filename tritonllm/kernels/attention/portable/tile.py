@@ -29,6 +29,7 @@ def load_head_factors(
     scale, v_factor, slope_ptr, k_scale_ptr, v_scale_ptr, kv_head, b_head, m_row, BLOCK_M: tl.constexpr
 ):
     """The factors of logits and values with the caches' per-head scales, and each row's ALiBi slope, base 2."""
+    scale = tl.full([], scale, tl.float32)  # with a shape, for the interpreter too
     if k_scale_ptr is not None:
         scale *= tl.load(k_scale_ptr + kv_head)
     if v_scale_ptr is not None:
@@ -197,19 +198,39 @@ def _block_ids(
 
 
 @triton.jit
+def fit_queries(b_q, b_scale, p_k):
+    """Queries ``[M, D]`` for products with a float8 cache, and the factor of their logits: a number or ``[M]``.
+
+    float16 holds every float8, and one instruction converts two of them; on the way to bfloat16, through float16 and
+    float32, there are five. Queries in bfloat16 fit after a division by the largest magnitude of their row.
+    """
+    if p_k.dtype.element_ty.is_fp8() and b_q.dtype == tl.bfloat16:
+        b_wide = b_q.to(tl.float32)
+        b_peak = tl.max(tl.abs(b_wide), 1)
+        b_peak = tl.where(b_peak > 0, b_peak, 1.0)
+        b_q = (b_wide / b_peak[:, None]).to(tl.float16)
+        b_scale = b_scale * b_peak
+    return b_q, b_scale
+
+
+@triton.jit
 def _only(a, b):
     return a
 
 
 @triton.jit
-def _convert_before_transposing(b_x, DTYPE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """A float8 tile in the dtype of the product that it is the right operand of.
+def convert_where_loaded(b_x, DTYPE: tl.constexpr):
+    """A tile ``[N, D]`` in the dtype of a product, float8 in the registers that it was loaded into.
 
-    The compiler would transpose it for the product as float8, byte by byte (64 loads of one byte from shared memory for
-    each thread and tile of 64 x 128, of 730 instructions), and convert then. It does not move a conversion across a
-    reduction, so here is one over an axis of size 1: with it the loop has 440 instructions.
+    The compiler would arrange a tile for its product as float8, byte by byte where that transposes it (64 loads of one
+    byte from shared memory for each thread and tile of 64 x 128, of 730 instructions), and convert then. It does not
+    move a conversion across a reduction, so here is one over an axis of size 1: with it the loop of decodes has 440
+    instructions.
     """
-    return tl.reduce(tl.reshape(b_x.to(DTYPE), [BLOCK_N, BLOCK_D, 1]), 2, _only)
+    b_wide = b_x.to(DTYPE)
+    if b_x.dtype.is_fp8():
+        b_wide = tl.reduce(tl.reshape(b_wide, [b_x.shape[0], b_x.shape[1], 1]), 2, _only)
+    return b_wide
 
 
 @triton.jit
@@ -223,7 +244,7 @@ def attend(
     b_pos,  # [M] position of each row's query
     b_tree,  # [M] which of the sequence's new tokens each row sees, as bits ("tree" only)
     b_slope,  # [M] ALiBi slope, base 2
-    b_scale,  # factor of the logits: a number, or [M] (ROW_SCALE)
+    b_scale,  # factor of the logits: a number, or [M]
     p_k,  # the head's first key and value in block 0
     p_v,
     p_table,  # the sequence's block ids
@@ -240,7 +261,6 @@ def attend(
     # same keys, from first up to hi; "rows": by b_end; "tree": of new tokens those that b_tree says
     INSTEAD: tl.constexpr,  # hidden keys are not masked: a seen one is read in the place of each
     SAME_STRIDES: tl.constexpr,
-    ROW_SCALE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
@@ -263,7 +283,7 @@ def attend(
     SCALED: tl.constexpr = b_q.dtype == tl.float32 and not SOFTCAP and not ALIBI
     MASKED: tl.constexpr = HIDE != "nothing" and not INSTEAD
     b_factor = b_scale
-    if ROW_SCALE:
+    if len(b_scale.shape) == 1:
         b_factor = b_scale[:, None]
     if SCALED:
         b_q *= b_factor * LOG2E
@@ -295,8 +315,8 @@ def attend(
         if not INSTEAD:
             b_k = load_rows(p_key, m_key, m_dim, MASKED, BLOCK_D != HEAD_SIZE).to(b_q.dtype)
         b_v = load_rows(p_value, m_key, m_dim, MASKED, BLOCK_D != HEAD_SIZE)
-        if INSTEAD and b_v.dtype == tl.float8e4nv:
-            b_v = _convert_before_transposing(b_v, b_q.dtype, BLOCK_N, BLOCK_D)
+        if INSTEAD:  # the tall tiles of prompts spill with it on sm_80 and sm_120
+            b_v = convert_where_loaded(b_v, b_q.dtype)
         b_v = b_v.to(b_q.dtype)
 
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")  # [M, N]
@@ -361,7 +381,6 @@ def attend_regions(
             HIDE="rows" if region != 1 else "nothing",
             INSTEAD=False,
             SAME_STRIDES=False,
-            ROW_SCALE=False,
             WINDOW=WINDOW,
             SOFTCAP=SOFTCAP,
             ALIBI=ALIBI,

@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tritonllm.kernels.attention.common import LOG2E, LOWEST, row_offsets, soft_cap
 from tritonllm.kernels.attention.sm90.pairs import count_part, describe_rows, merge_warps, rows_of_pair, store_rows
+from tritonllm.kernels.attention.sm90.tiles import float8_of
 from tritonllm.kernels.attention.sm90.tiles_apart import (
     clear_stale_values,
     dims_in_order,
@@ -127,7 +128,7 @@ def attend_apart(place, part_lo, part_hi, sequence, tiles, count, tensors, strid
     first, seq_len, cached = sequence
     BLOCK_N: gl.constexpr = pipe[0].shape[1]
     HEAD_SIZE: gl.constexpr = pipe[0].shape[2]
-    FLOAT8: gl.constexpr = pipe[0].dtype == gl.uint8
+    FLOAT8: gl.constexpr = float8_of(pipe[0].dtype) is not None
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
     across: gl.constexpr = gl.SliceLayout(1, mma)
     row: gl.constexpr = gl.SliceLayout(0, across)

@@ -21,6 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from tritonllm.kernels.attention.arguments import AttentionArgs, Hints, Pages, Queries
+from tritonllm.kernels.attention.common import FLOAT8
 from tritonllm.kernels.attention.schedule import count_tiles, cut, describe_sequence, divide, find_sequence
 from tritonllm.kernels.attention.sm90.apart import attend_apart
 from tritonllm.kernels.attention.sm90.part import attend_to_part
@@ -350,7 +351,7 @@ def launch(queries: Queries, pages: Pages, hints: Hints, args: AttentionArgs, co
         order,
         *(args.scale, args.v_factor, args.window, args.softcap, batch, kv_heads, row_tiles, blocks * size),
         *(*q.stride()[:2], block_tables.stride(0), *args.out.stride()[:2]),
-        DTYPE=gl.float16 if k_cache.dtype == torch.float8_e4m3fn else product,
+        DTYPE=gl.float16 if k_cache.dtype in FLOAT8 else product,
         GROUP=group,
         WINDOW=args.window > 0,
         SOFTCAP=args.softcap > 0,

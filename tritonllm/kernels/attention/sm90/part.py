@@ -22,6 +22,7 @@ from tritonllm.kernels.attention.sm90.tiles import (
     convert_keys,
     convert_values,
     dims_of_rows,
+    float8_of,
     permute_dims,
 )
 
@@ -68,7 +69,7 @@ def _attend(tiles, sequence, rows, b_m, count, q_smem, p_smem, pipe, softcap, FL
     BLOCK_N: gl.constexpr = k_smem.shape[1]
     HEAD_SIZE: gl.constexpr = k_smem.shape[2]
     ROWS: gl.constexpr = q_smem.shape[0]
-    FLOAT8: gl.constexpr = k_smem.dtype == gl.uint8
+    FLOAT8: gl.constexpr = float8_of(k_smem.dtype) is not None
     b_o = gl.zeros([HEAD_SIZE, ROWS], gl.float32, mma)
     b_l = gl.zeros([BLOCK_N, ROWS], gl.float32, mma)
     for tile in range(tiles[0], tiles[1]):
@@ -165,7 +166,7 @@ def attend_to_part(place, part_lo, part_hi, sequence, tiles, count, tensors, str
     begin, end, share, unit, items, programs = plan
     BLOCK_M: gl.constexpr = q_smem.shape[0]
     HEAD_SIZE: gl.constexpr = q_smem.shape[1]
-    FLOAT8: gl.constexpr = pipe[0].dtype == gl.uint8
+    FLOAT8: gl.constexpr = float8_of(pipe[0].dtype) is not None
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     across: gl.constexpr = gl.SliceLayout(0, mma)
     b_scale = _load_queries(place, lengths, q_ptr, strides, q_smem, GROUP, FLOAT8, mma)

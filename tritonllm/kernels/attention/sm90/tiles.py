@@ -8,6 +8,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tritonllm.kernels.runtime.checks import aligned
 
+BYTES = {torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.int8}
+
+
+@gluon.constexpr_function
+def float8_of(dtype: gl.dtype) -> gl.dtype | None:
+    """Of which float8 the bytes in shared memory are: the sign says. ``None``: of none."""
+    return {gl.uint8: gl.float8e4nv, gl.int8: gl.float8e5}.get(dtype)
+
 
 def pages_fit(k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
     """Whether the bulk copy engine can fetch the pages of both caches: each cache is one row after the other."""
@@ -26,10 +34,11 @@ def pages_fit(k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
 def page_descriptors(
     k_cache: torch.Tensor, v_cache: torch.Tensor, block_n: int
 ) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """Both caches as ``[P * S, K * D]``, to be copied a page of one head at a time; float8 as bytes."""
+    """Both caches as ``[P * S, K * D]``, to be copied a page of one head at a time; float8 as bytes, see
+    :func:`float8_of`."""
     blocks, size, kv_heads, head_size = k_cache.shape
-    if k_cache.dtype == torch.float8_e4m3fn:
-        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+    if k_cache.dtype in BYTES:
+        k_cache, v_cache = k_cache.view(BYTES[k_cache.dtype]), v_cache.view(BYTES[k_cache.dtype])
     swizzle = min(128, head_size * k_cache.itemsize)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * k_cache.itemsize, rank=2)
     shape, box = [blocks * size, kv_heads * head_size], [min(size, block_n), head_size]
@@ -98,7 +107,7 @@ def permute_dims(b_x):
 def convert_keys(k_smem, dtype: gl.constexpr, mma: gl.constexpr):
     """float8 keys ``[N, D]`` as the left operand of a product; the right one's rows need :func:`permute_dims` too."""
     b_k = k_smem.load(_key_layout(k_smem.shape[0], k_smem.shape[1]))
-    b_k = permute_dims(b_k.to(gl.float8e4nv, bitcast=True).to(dtype))
+    b_k = permute_dims(b_k.to(float8_of(k_smem.dtype), bitcast=True).to(dtype))
     return gl.convert_layout(b_k, gl.DotOperandLayout(0, mma, 2))
 
 
@@ -107,7 +116,7 @@ def convert_values(v_smem, dtype: gl.constexpr, mma: gl.constexpr):
     """float8 values ``[N, D]``, transposed, as the left operand of a product, whose rows are then permuted."""
     N: gl.constexpr = v_smem.shape[0]
     D: gl.constexpr = v_smem.shape[1]
-    b_v = v_smem.load(_value_layout(N, D)).to(gl.float8e4nv, bitcast=True).to(dtype)
+    b_v = v_smem.load(_value_layout(N, D)).to(float8_of(v_smem.dtype), bitcast=True).to(dtype)
     b_v = b_v.permute([1, 0]).reshape([4, 8, D // 64, 2, N]).permute([2, 0, 3, 1, 4]).reshape([D, N])
     return gl.convert_layout(b_v, gl.DotOperandLayout(0, mma, 2))
 

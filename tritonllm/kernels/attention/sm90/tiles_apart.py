@@ -9,6 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from tritonllm.kernels.attention.sm90.tiles import float8_of
+
 
 @gluon.jit
 def clear_stale_values(v_smem, start, first, seq_len):
@@ -88,12 +90,12 @@ def keys_operand(k_smem, dtype: gl.constexpr, mma: gl.constexpr):
     """Keys ``[N, D]`` as the left operand ``[4, N / 4, D]``, float8 with permuted dimensions."""
     N: gl.constexpr = k_smem.shape[0]
     D: gl.constexpr = k_smem.shape[1]
-    FLOAT8: gl.constexpr = k_smem.dtype == gl.uint8
-    b_k = k_smem.load(_keys_layout(N, D, FLOAT8))
-    if FLOAT8:
-        b_k = b_k.to(gl.float8e4nv, bitcast=True).to(dtype)
+    FLOAT8: gl.constexpr = float8_of(k_smem.dtype)
+    b_k = k_smem.load(_keys_layout(N, D, FLOAT8 is not None))
+    if FLOAT8 is not None:
+        b_k = b_k.to(FLOAT8, bitcast=True).to(dtype)
     b_k = b_k.reshape([4, N // 4, D])
-    if FLOAT8:
+    if FLOAT8 is not None:
         b_k = _permute_dims(b_k)
     return gl.convert_layout(b_k, gl.DotOperandLayout(0, mma, 2), assert_trivial=True)
 
@@ -119,6 +121,16 @@ cvt.rn.f16x2.e4m3x2 $1, b;
 cvt.rn.f16x2.e4m3x2 $2, c;
 cvt.rn.f16x2.e4m3x2 $3, d;
 }""")
+# The same of e5m2, which is the upper byte of a float16.
+_WIDEN_PAIRS: gl.constexpr = gl.constexpr("""{
+.reg .b32 low, high;
+prmt.b32 low, $4, $5, 0x5140;
+prmt.b32 high, $4, $5, 0x7362;
+prmt.b32 $0, low, 0, 0x1404;
+prmt.b32 $1, low, 0, 0x3424;
+prmt.b32 $2, high, 0, 0x1404;
+prmt.b32 $3, high, 0, 0x3424;
+}""")
 
 
 @gluon.jit
@@ -126,12 +138,11 @@ def values_operand(v_smem, dtype: gl.constexpr, mma: gl.constexpr):
     """Values ``[N, D]`` as the left operand ``[4, D, N / 4]``, float8 (as float16) with permuted dimensions."""
     N: gl.constexpr = v_smem.shape[0]
     D: gl.constexpr = v_smem.shape[1]
-    FLOAT8: gl.constexpr = v_smem.dtype == gl.uint8
-    b_v = v_smem.load(_values_layout(N, D, FLOAT8))
-    if FLOAT8:
-        b_v = gl.inline_asm_elementwise(
-            _CONVERT_PAIRS, "=r,=r,=r,=r,r,r", [b_v], dtype=gl.float16, is_pure=True, pack=8
-        )
+    FLOAT8: gl.constexpr = float8_of(v_smem.dtype)
+    b_v = v_smem.load(_values_layout(N, D, FLOAT8 is not None))
+    if FLOAT8 is not None:
+        ASM: gl.constexpr = _WIDEN_PAIRS if FLOAT8 == gl.float8e5 else _CONVERT_PAIRS
+        b_v = gl.inline_asm_elementwise(ASM, "=r,=r,=r,=r,r,r", [b_v], dtype=gl.float16, is_pure=True, pack=8)
         # what stands at (key bit, dimension bits 1 and 0) is the element of dimension bits (key bit, 1) and key bit 0
         b_v = b_v.reshape([N // 2, 2, D // 4, 2, 2]).permute([0, 4, 2, 1, 3])
         b_v = b_v.reshape([4, N // 4, 8, D // 16, 2]).permute([0, 3, 4, 2, 1]).reshape([4, D, N // 4])

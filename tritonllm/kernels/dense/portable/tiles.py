@@ -1,10 +1,13 @@
-"""The product of up to 64 rows with a matrix on the tensor cores: each program takes a tile of the weight.
+"""The product of few rows with a matrix on the tensor cores: each program takes a tile of the weight.
 
 The weight is read once, so memory bounds it: ``N K`` elements. A tile of 32 columns of the output or more is high
 enough that reading ``x`` for each costs little, but then a layer can have fewer tiles than the chip has processors. So
 K can be cut too: the parts go through memory that the second-level cache holds, and the program that ends last adds
 them, in the order of K, so that timing does not change a bit of the result (the counting is that of
-`attention/portable/balanced.py`).
+`attention/portable/balanced.py`). More rows than a tile has are several programs, which run beside each other and read
+a tile of the weight together.
+
+Rows of 8 bits are multiplied by weights of 8 bits as they are, and the sums by the scales of both.
 """
 
 import torch
@@ -26,14 +29,16 @@ from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.chip import on_amd
 from tritonllm.kernels.runtime.dependent_launch import let_next_start, wait_for_previous
 
+MAX_BLOCK_M = 256
+
 
 @triton.jit
 def _multiply(b_x, b_weight, acc, TURNED: tl.constexpr):
     """``acc [M, N]`` and the product of a step; ``[N, M]`` if TURNED."""
     if TURNED:
-        acc = tl.dot(b_weight, tl.trans(b_x), acc, input_precision="ieee")
+        acc = tl.dot(b_weight, tl.trans(b_x), acc, input_precision="ieee", out_dtype=acc.dtype)
     else:
-        acc = tl.dot(b_x, tl.trans(b_weight), acc, input_precision="ieee")
+        acc = tl.dot(b_x, tl.trans(b_weight), acc, input_precision="ieee", out_dtype=acc.dtype)
     return acc
 
 
@@ -42,6 +47,7 @@ def linear_tiles_kernel(
     x_ptr,  # [M, K]
     weight_ptr,  # [N, K]; [2 N, K] if GATED; K / 2 bytes in a row if HALF
     bias_ptr,  # [N] or [2 N], or None
+    x_scales_ptr,  # [M] float32, of rows of the weight's dtype; or None
     scales_ptr,  # [weight rows / GROUP_N, K / GROUP_K], or None
     zeros_ptr,  # likewise, uint8; None: 8 where there are nibbles
     row_scales_ptr,  # [weight rows], or None
@@ -76,10 +82,11 @@ def linear_tiles_kernel(
     AHEAD: tl.constexpr,  # lines of each row of the weight that are asked for before the kernel before this one ends
 ):
     let_next_start(PDL)
-    tile = tl.program_id(0)
+    blocks = tl.cdiv(M, BLOCK_M)
+    tile = tl.program_id(0) // blocks
     part = tl.program_id(1)
     COLUMNS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    b_m = tl.arange(0, BLOCK_M)[:, None]
+    b_m = (tl.program_id(0) % blocks * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
     b_col = tile * COLUMNS + tl.arange(0, COLUMNS)
     if GATED:  # the gate's rows and those of up in turn
         b_pair = tl.arange(0, BLOCK_N)
@@ -91,7 +98,7 @@ def linear_tiles_kernel(
     p_weight = tile_at(weight_ptr, b_row, at, stride_weight)
     if HALF:
         at = at // HALF * (2 * HALF) + at % HALF
-    p_x = x_ptr + b_m * stride_x + at
+    p_x = x_ptr + b_m.to(tl.int64) * stride_x + at
     if scales_ptr is not None:
         b_group = (b_row // GROUP_N).to(tl.int64) * stride_scales
         p_factor = scales_ptr + b_group
@@ -101,7 +108,8 @@ def linear_tiles_kernel(
             b_zero = tl.load(zeros_ptr + b_group).to(tl.float32)
     m_m = b_m < M
     steps = tl.cdiv(K, BLOCK_K)
-    acc = tl.zeros([BLOCK_N, BLOCK_M] if TURNED else [BLOCK_M, BLOCK_N], tl.float32)
+    WHOLE: tl.constexpr = x_scales_ptr is not None and x_ptr.dtype.element_ty == tl.int8
+    acc = tl.zeros([BLOCK_N, BLOCK_M] if TURNED else [BLOCK_M, BLOCK_N], tl.int32 if WHOLE else tl.float32)
     if PDL and AHEAD:
         fetch_ahead(weight_ptr, b_row, steps * part // SPLIT_K * BYTES, stride_weight, AHEAD)
     wait_for_previous(PDL)
@@ -126,7 +134,7 @@ def linear_tiles_kernel(
                 if GROUP_K:
                     b_scale = load_scales(p_factor[:, None], None, start, K, GROUP_K, BLOCK_K, SCALES, WORDS)
                 b_weight, b_high = widen_floats4(b_weight, b_scale, b_x.dtype, IN_PLACE)
-        elif scales_ptr is not None:
+        elif scales_ptr is not None and x_scales_ptr is None:
             b_weight = widen_bytes(b_weight, b_x.dtype, IN_PLACE)
         if GROUP_K and SCALES is None:
             b_product = _multiply(b_x, b_weight, tl.zeros_like(acc), TURNED)
@@ -140,9 +148,10 @@ def linear_tiles_kernel(
                 acc = _multiply(b_high_x, b_high, acc, TURNED)
     if TURNED:
         acc = tl.trans(acc)
+    acc = acc.to(tl.float32)
     last = True
     if SPLIT_K > 1:
-        rows = tl.num_programs(0) * BLOCK_N
+        rows = tl.num_programs(0) * BLOCK_N  # of one block of rows of x
         p_part = part_ptr + b_m.to(tl.int64) * rows + (tile * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
         stride_part = (M * rows).to(tl.int64)
         tl.store(p_part + part * stride_part, acc, mask=m_m)
@@ -154,6 +163,8 @@ def linear_tiles_kernel(
             for i in tl.static_range(SPLIT_K):
                 acc += tl.load(p_part + i * stride_part, mask=m_m, other=0.0, cache_modifier=".cg")
     if last:
+        if x_scales_ptr is not None:
+            acc *= tl.load(x_scales_ptr + b_m, mask=m_m, other=0.0)
         if scales_ptr is not None and not GROUP_K:
             acc *= read_scales(tl.load(p_factor), SCALES)[None, :]
         if row_scales_ptr is not None:
@@ -175,21 +186,28 @@ def linear_tiles_kernel(
 
 
 def launch_tiles(
-    operands: Operands, fused: Fused, scaled: Scaled, config: tuning.Config, launch: dict[str, bool]
+    operands: Operands,
+    fused: Fused,
+    scaled: Scaled,
+    config: tuning.Config,
+    launch: dict[str, bool],
 ) -> None:
     x, weight, bias, _, out, workspace = operands
     (m, k), rows = x.shape, len(weight)
     (scales, *others), constants, config = tile_reading(weight, scaled, config)
     block_k, split = config["BLOCK_K"], config["SPLIT_K"]
     tiles = triton.cdiv(rows, config["BLOCK_N"])
+    block_m = min(max(16, triton.next_power_of_2(m)), config.get("BLOCK_M", MAX_BLOCK_M))
+    assert split == 1 or m <= block_m
     parts = count = None
     if split > 1:
         parts = torch.empty(split * m * tiles * config["BLOCK_N"], dtype=torch.float32, device=x.device)
         count = workspace if workspace is not None else torch.zeros(tiles, dtype=torch.int32, device=x.device)
-    linear_tiles_kernel[(tiles, split)](
+    linear_tiles_kernel[(tiles * triton.cdiv(m, block_m), split)](
         x,
         weight,
         bias,
+        scaled.of_rows,
         scales,
         *others,
         out,
@@ -209,7 +227,7 @@ def launch_tiles(
         EVEN_K=k % block_k == 0,
         SPLIT_K=split,
         STAGES=config["num_stages"],
-        BLOCK_M=max(16, triton.next_power_of_2(m)),
+        BLOCK_M=block_m,
         BLOCK_N=config["BLOCK_N"],
         BLOCK_K=block_k,
         TURNED=config.get("TURNED", False) and not on_amd(weight.device),  # whose pipeliner fails with it
