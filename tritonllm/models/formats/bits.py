@@ -1,7 +1,6 @@
 """Small integers that lie several to a byte or to a word."""
 
 import math
-from itertools import pairwise
 
 import torch
 
@@ -17,10 +16,9 @@ def e2m1_values(device: torch.device) -> torch.Tensor:
 def e2m1_codes(values: torch.Tensor) -> torch.Tensor:
     """uint8 from 0 to 15: the bits of the 4-bit float nearest to each value (float32), of two the even one, at most 6
     in magnitude."""
-    between = torch.tensor([(a + b) / 2 for a, b in pairwise(_MAGNITUDES)], device=values.device)
-    sizes = values.abs()
-    below, above = (torch.bucketize(sizes, between, right=right) for right in (False, True))
-    codes = torch.where(below % 2 == 0, below, above)  # they differ where a value lies in the middle of two
+    sizes = values.abs().clamp(max=_MAGNITUDES[-1])
+    octave = (sizes >= 2).float() + (sizes >= 4)  # in which steps are 0.5, 1 and 2, and codes even where these are
+    codes = torch.round(sizes * torch.exp2(1 - octave)) + 2 * octave
     return (codes + 8 * (values < 0)).to(torch.uint8)
 
 
