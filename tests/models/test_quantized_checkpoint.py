@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.engines import greedy, token_ids
 from support.narrow_formats import kept, stack_experts, widened
-from support.tiny_models import load_decoder, reference_logits, tiny_config, write_checkpoint
+from support.tiny_models import ALL_FAMILIES, load_decoder, reference_logits, tiny_config, write_checkpoint
 from transformers import AutoModelForCausalLM
 from transformers.utils import is_compressed_tensors_available
 
@@ -132,6 +132,27 @@ def test_weights_with_rows_and_columns_the_other_way_round(tmp_path):
     for name, module, own in products_of_layers(narrow):
         wanted = quantize_weight(plain[name].data, "int8")
         assert torch.equal(module.held(own).data, wanted.data) and torch.equal(module.held(own).scales, wanted.scales)
+
+
+STACKED = {"dbrx", "gemma4_text", "granitemoe", "granitemoe_swa", "granitemoeshared"}  # without names for experts
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_every_family(tmp_path, family):
+    (tmp_path / "wide").mkdir()
+    write_checkpoint(tmp_path / "wide", tiny_config(family))
+    if family in STACKED:
+        with pytest.raises(ValueError, match="holds all experts of a layer, and there are no names here for each"):
+            quantize_checkpoint(tmp_path / "wide", tmp_path / "out", "int8")
+        return
+    quantize_checkpoint(tmp_path / "wide", tmp_path / "out", "int8")
+    plain, narrow = dict(load_decoder(tmp_path / "wide").named_parameters()), kept(tmp_path / "out")
+    for name, module, own in products_of_layers(narrow):
+        each = [module.held(own)] if plain[name].dim() == 2 else module.held(own).each()
+        for mine, weight in zip(each, plain[name].view(-1, *plain[name].shape[-2:]), strict=True):
+            wanted = quantize_weight(weight.data, "int8")
+            assert torch.equal(mine.data, wanted.data) and torch.equal(mine.scales, wanted.scales), name
 
 
 @pytest.mark.parametrize("images", [False, True])

@@ -158,7 +158,7 @@ class _Search:
             self._divide_rows(f"{path}.mlp.up", mlp.up, mlp.spec.intermediate_size, factors)
 
     def _behind_norm(self, norm_name: str, norm: Norm, name: str, product: Linear) -> None:
-        if norm.weight is None:
+        if norm.weight is None or not norm.spec.weight:
             return
         offset = norm.spec.weight_offset
         before = norm.weight.float() + offset

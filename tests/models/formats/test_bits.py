@@ -1,11 +1,12 @@
 """Small integers in bytes and words."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tritonllm.kernels.dense.narrow import e2m1_values
-from tritonllm.models.formats.bits import nibbles, unpack
+from tritonllm.kernels.dense.narrow import e2m1_codes, e2m1_values
+from tritonllm.models.formats.bits import nibbles, pack_words, unpack
 
 
 @given(bits=st.integers(1, 8), dim=st.sampled_from([0, 1, -1]), data=st.data())
@@ -33,3 +34,22 @@ def test_four_bit_floats():
     values = e2m1_values(torch.device("cpu"))
     assert values[:8].tolist() == [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
     assert torch.equal(values[8:], -values[:8]) and bool(values[8:].signbit().all())
+
+
+def test_the_nearest_four_bit_float():
+    """Of two equally near the one whose code is even; beyond the largest, the largest."""
+    values = e2m1_values(torch.device("cpu"))
+    wanted = torch.cat([torch.arange(-448, 449) / 64, torch.tensor([100.0, -100.0, 0.24999, 5.0001])])
+    distances = (wanted[:, None] - values[:8] * torch.where(wanted < 0, -1, 1)[:, None]).abs()
+    nearest = distances == distances.amin(1, keepdim=True)
+    codes = torch.where(
+        nearest.sum(1) == 1, nearest.int().argmax(1), (nearest * (torch.arange(8) % 2 == 0)).int().argmax(1)
+    )
+    assert (nearest.sum(1) == 2).sum() == 14  # midpoints of both signs
+    assert torch.equal(e2m1_codes(wanted), (codes + 8 * (wanted < 0)).to(torch.uint8))
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_words_are_read_as_they_were_packed(bits):
+    numbers = torch.randint(1 << bits, (3, 64), dtype=torch.uint8)
+    assert torch.equal(unpack(pack_words(numbers, bits), bits, -1), numbers)

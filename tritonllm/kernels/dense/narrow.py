@@ -7,8 +7,6 @@ DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024); four bits in groups of a row
 of four bits: OCP Microscaling Formats (MX) Specification v1.0 (2023), section 5.3.3.
 """
 
-from itertools import pairwise
-
 import torch
 import triton
 import triton.language as tl
@@ -115,10 +113,9 @@ def aligned(scales: torch.Tensor) -> torch.Tensor:
 
 def e2m1_codes(numbers: torch.Tensor) -> torch.Tensor:
     """The nearest E2M1 of each number (float32), of two the even one, as uint8 from 0 to 15; beyond 6 that of 6."""
-    between = torch.tensor([(a + b) / 2 for a, b in pairwise(MAGNITUDES)], device=numbers.device)
-    sizes = numbers.abs()
-    below, above = (torch.bucketize(sizes, between, right=right) for right in (False, True))
-    codes = torch.where(below % 2 == 0, below, above)  # they differ where a number lies in the middle of two
+    sizes = numbers.abs().clamp(max=MAGNITUDES[-1])
+    octave = (sizes >= 2).float() + (sizes >= 4)  # in which steps are 0.5, 1 and 2, and codes even where these are
+    codes = torch.round(sizes * torch.exp2(1 - octave)) + 2 * octave
     return (codes + 8 * (numbers < 0)).to(torch.uint8)
 
 
