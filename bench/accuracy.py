@@ -14,8 +14,9 @@ in it, which the row ``bfloat16`` has alone.
 
 The models are the package's demo model, on documents that it was not trained on (``examples/demo_corpus``), and
 SmolLM2-135M-Instruct, where its package is installed (``bench/smollm2.py``), on the beginning of Lewis Carroll's
-"Alice's Adventures in Wonderland" (1865, in the public domain; ``bench/texts/alice.txt``). SmolLM2's weights are
-themselves those of a file of four bits in groups of 32, so its rows say what a format does to these.
+"Alice's Adventures in Wonderland" (1865, in the public domain; ``bench/texts/alice.txt``, not compared with an
+edition). SmolLM2's weights are themselves those of a file of four bits in groups of 32, so its rows say what a format
+does to these.
 """
 
 import argparse
