@@ -7,7 +7,6 @@ from torch import nn
 
 from tritonllm.kernels import xielu
 from tritonllm.kernels.dense.portable.tiles import MAX_BLOCK_M
-from tritonllm.kernels.dense.rounded import gates_at_once
 from tritonllm.kernels.elementwise.quantized import act_and_mul_quantize
 from tritonllm.layers.linear import Linear
 from tritonllm.layers.norm import BlockInput
@@ -71,11 +70,7 @@ class MLP(nn.Module):
         if self.act is not None:
             return Addend(self.down, self.act(self.up(*x)))
         rounds_to = self.down.rounds_to
-        if rounds_to is not None and self._gates_apart(x.rows.shape[0]):
-            numbers, scales = act_and_mul_quantize(self.up(*x), self.spec.activation, rounds_to)
-            return Addend(self.down, BlockInput(numbers, scales=scales))
+        if self.spec.gated and rounds_to is not None and x.rows.shape[0] > MAX_BLOCK_M:
+            rows, scales = act_and_mul_quantize(self.up(*x), self.spec.activation, rounds_to)
+            return Addend(self.down, BlockInput(rows, scales=scales))
         return Addend(self.down, self.up(*x, activation=self.spec.activation, gated=self.spec.gated))
-
-    def _gates_apart(self, rows: int) -> bool:
-        """Its activation is a launch of its own, which can round what it leaves to the next product."""
-        return self.spec.gated and rows > MAX_BLOCK_M and not gates_at_once(rows, self.up.weight, self.up.dtype)

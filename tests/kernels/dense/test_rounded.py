@@ -148,7 +148,7 @@ def test_defaults_of_large_weights(n, k, format, dtype):
     with the bits that the matrix unit has for float8 differs by up to 0.3%."""
     workspace = torch.zeros(linear_workspace_size(n), dtype=torch.int32, device="cuda")
     of = narrow(n, k, 1, "cuda", format)
-    for m in (1, 2, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 1024, 1100):
+    for m in (1, 2, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 1024):
         x = torch.randn(m, k, device="cuda").to(dtype)
         norm = torch.rand(k, device="cuda").to(dtype) + 0.5
         for gated in (False, True):

@@ -19,13 +19,6 @@ from tritonllm.kernels.elementwise import NormOptions, round_rows
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch
 from tritonllm.kernels.runtime.float8 import quantize_reference
-from tritonllm.kernels.runtime.variants import Variant, Variants
-
-GATED_ROUNDED = Variants(
-    "linear, gated, of 8 bits",  # of more than 256 rows
-    Variant("gated", "dense/sm90/gated.py", (90,), "rounded_fits", "rounded_pays"),
-    Variant("torch", "dense/rounded.py"),
-)
 
 
 def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -34,11 +27,6 @@ def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     scale = torch.empty(len(x), dtype=torch.float32, device=x.device)
     quantize_reference(x, q, scale)
     return q.float() * scale[:, None]
-
-
-def gates_at_once(m: int, weight: torch.Tensor, dtype: torch.dtype) -> bool:
-    """One launch computes the gated product of ``m`` rows with a weight of 8 bits, in ``dtype``."""
-    return GATED_ROUNDED.own(weight.device, m, weight, dtype) is not None
 
 
 def _torch_multiplies(weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> bool:
@@ -60,28 +48,21 @@ def launch_rounded(
     else:
         assert norm_weight is None
         q, row_scales = x, scaled.of_rows
-    factors = scaled.scales
-    assert factors is not None
-    if scaled.group_rows > 1:
-        factors = factors.repeat_interleave(scaled.group_rows, 0)[:n]
-    factors = factors.float()
     key: dict[str, int | str] = {"m": triton.next_power_of_2(m), "n": n, "k": k}
     config = tuning.get_config("linear_rounded", x.device, default_rounded_config, **key)
-    if config["kernel"] == "torch":
-        whole = GATED_ROUNDED.own(x.device, m, weight, out.dtype) if fused.gated and not fused.add else None
-        if whole is not None and out.is_contiguous():
-            scales = factors.view(-1), row_scales
-            whole.module.launch(q, weight, bias, out, fused.activation, fused.constant_weight, scales)
-            return
-        config = config if _torch_multiplies(weight, bias, out) else MANY
+    if config["kernel"] == "torch" and not _torch_multiplies(weight, bias, out):
+        config = MANY
     if config["kernel"] != "torch":
         operands, scaled = operands._replace(x=q, norm_weight=None), scaled._replace(of_rows=row_scales)
         launch_tiles(operands, fused, scaled, config, dependent_launch(weight.device))
         return
+    factors = scaled.scales
+    assert factors is not None
+    if scaled.group_rows > 1:
+        factors = factors.repeat_interleave(scaled.group_rows, 0)[:n]
 
     def product(y: torch.Tensor) -> None:
-        torch._scaled_mm(
-            q, weight.t(), row_scales[:, None], factors.t(), bias, out_dtype=y.dtype, use_fast_accum=True, out=y
-        )
+        scales = row_scales[:, None], factors.float().t()
+        torch._scaled_mm(q, weight.t(), *scales, bias, out_dtype=y.dtype, use_fast_accum=True, out=y)
 
     around(product)

@@ -44,26 +44,16 @@ def _store(b_out, columns, out, first, rows, column, START: gl.constexpr, BY_PAI
 
 
 @gluon.jit
-def _finish(b_acc, scales, bias_ptr, columns, out, item, HALF: gl.constexpr, START: gl.constexpr, ACT: gl.constexpr,
+def _finish(b_acc, bias_ptr, columns, out, item, HALF: gl.constexpr, START: gl.constexpr, ACT: gl.constexpr,
             BIAS: gl.constexpr):  # fmt: skip
-    """Scales, bias, activation and store of 64 rows: gate and up in turn, 8 rows each, or (no ACT) of the second
-    product."""
+    """Bias, activation and store of 64 rows: gate and up in turn, 8 rows each, or (no ACT) of the second product."""
     first, rows, tile_column = item
-    scales_ptr, row_scales_ptr = scales
     LENGTH: gl.constexpr = b_acc.shape[1]
     if ACT != "":
         # a thread holds a row of gate and the row of up 8 below it, so they are taken apart in registers
         b_both = gl.permute(gl.reshape(b_acc, [4, 2, 8, LENGTH]), (0, 2, 3, 1))
         b_gate, b_up = gl.split(gl.reshape(b_both, [32, LENGTH, 2]))
         column = tile_column + HALF * 32
-        if scales_ptr is not None:
-            b_column = column + gl.arange(0, 32, gl.SliceLayout(1, b_gate.type.layout))
-            b_row = START + gl.arange(0, LENGTH, gl.SliceLayout(0, b_gate.type.layout))
-            b_of_row = gl.load(row_scales_ptr + first + b_row, mask=b_row < rows, other=0.0)[None, :]
-            p_scale = scales_ptr + b_column
-            m_column = b_column < columns
-            b_gate *= gl.load(p_scale, mask=m_column, other=0.0)[:, None] * b_of_row
-            b_up *= gl.load(p_scale + columns, mask=m_column, other=0.0)[:, None] * b_of_row
         if BIAS:
             b_column = column + gl.arange(0, 32, gl.SliceLayout(1, b_gate.type.layout))
             p_bias = bias_ptr + b_column
@@ -85,31 +75,27 @@ def _power_of_two(width):
 
 
 @gluon.jit
-def _zeros(N: gl.constexpr, K: gl.constexpr):
-    return gl.zeros([64, N], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, K]))
+def _zeros(N: gl.constexpr):
+    return gl.zeros([64, N], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16]))
 
 
 @gluon.jit
-def product(count, steps, pipes, scales, bias_ptr, columns, out, item, HALF: gl.constexpr, ACT: gl.constexpr,
+def product(count, steps, pipes, bias_ptr, columns, out, item, HALF: gl.constexpr, ACT: gl.constexpr,
             BIAS: gl.constexpr, WIDTH: gl.constexpr):  # fmt: skip
-    """One group's share of a tile, 64 rows of weights, computed for WIDTH pairs in one or two instructions a step.
-
-    ``scales``: those of the weights' rows and of the rows of ``x``, which are 8 bits an element then; else two of None.
-    """
+    """One group's share of a tile, 64 rows of weights, computed for WIDTH pairs in one or two instructions a step."""
     w_smem, x_smem, tail_smem, full, empty = pipes
     STAGES: gl.constexpr = x_smem.shape[0]
     N0: gl.constexpr = _power_of_two(WIDTH)
     N1: gl.constexpr = WIDTH - N0
     AT: gl.constexpr = N0 % x_smem.shape[1]  # where the second piece begins; 0: it has a place of its own
-    LINE: gl.constexpr = x_smem.shape[2]  # elements of 128 bytes
-    acc = _zeros(N0, LINE // 4)
-    more = _zeros(N1 if N1 else 16, LINE // 4)
+    acc = _zeros(N0)
+    more = _zeros(N1 if N1 else 16)
     for step in range(steps):
         stage = count % STAGES
         mbarrier.wait(full.index(stage), count // STAGES & 1)
         if ACT != "":
             fence_async_shared()  # tokens came by ordinary copies, which the matrix unit does not see without
-        w = w_smem.index(stage).reshape([128, LINE]).slice(HALF * 64, 64)
+        w = w_smem.index(stage).reshape([128, 64]).slice(HALF * 64, 64)
         x_0 = x_smem.index(stage).slice(0, N0).permute((1, 0))
         acc = warpgroup_mma(w, x_0, acc, is_async=True)
         if N1:
@@ -124,5 +110,5 @@ def product(count, steps, pipes, scales, bias_ptr, columns, out, item, HALF: gl.
     acc, more = warpgroup_mma_wait(0, deps=[acc, more])
     mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
     if N1:  # the smaller piece first: the larger then has the registers
-        _finish(more, scales, bias_ptr, columns, out, item, HALF, N0, ACT, BIAS)
-    _finish(acc, scales, bias_ptr, columns, out, item, HALF, 0, ACT, BIAS)
+        _finish(more, bias_ptr, columns, out, item, HALF, N0, ACT, BIAS)
+    _finish(acc, bias_ptr, columns, out, item, HALF, 0, ACT, BIAS)

@@ -2,7 +2,7 @@ import pytest
 import torch
 from support.aot import assert_resources, assert_sass, compile_kernels, each_arch
 
-from tritonllm.kernels import Weight, linear
+from tritonllm.kernels import linear
 from tritonllm.kernels.dense.linear import GATED
 
 KERNEL = "linear_gated_sm90_kernel"
@@ -44,18 +44,6 @@ def test_one_compilation_for_all_steps(sizes, larger):
     assert [kernel.name for kernel in kernels] == [KERNEL] * 13
     assert len({id(kernel.asm) for kernel in kernels}) == 1
     assert_resources(kernels)
-
-
-def test_of_float8():
-    """The product is one launch, after the one that rounds its rows."""
-    with compile_kernels(90, every=1) as kernels:
-        for i, k in ((14336, 4096), (1024, 1024)):
-            data, scales = torch.empty(2 * i, k, dtype=torch.float8_e4m3fn), torch.empty(2 * i, 1)
-            of = Weight(data, scales, "fp8", rounds_rows=True)
-            linear(torch.empty(1100, k, dtype=torch.bfloat16), of, activation="silu", gated=True)
-    assert [kernel.name for kernel in kernels] == ["_quantize_kernel", KERNEL] * 2
-    assert_resources(kernels)
-    assert_sass(kernels, "QGMMA", KERNEL)
 
 
 def test_odd_sizes_compile():

@@ -6,7 +6,7 @@ leaves the registers is the activated product, half as much as the two. Here the
 copy engine fetches them, too, by one warp, and where a tile lies follows from its number.
 
 A tile is 256 rows of ``x``, with small weights 128, by 64 rows of gate and the same 64 of up. Programs stay and take
-one tile after the other. Operands of float8 with scales by row are the same bytes of twice as many elements.
+one tile after the other.
 Every sum is added up in one order, so a row's result does not depend on the others, nor on how many they are.
 """
 
@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from tritonllm.kernels.dense.sm90.tile import fits as fetchable
-from tritonllm.kernels.hopper.descriptors import LINE, descriptor, weight_descriptor
+from tritonllm.kernels.hopper.descriptors import BLOCK_K, descriptor, weight_descriptor
 from tritonllm.kernels.hopper.product import MAX_REGISTERS, product
 from tritonllm.kernels.runtime.chip import processors
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
@@ -55,7 +55,6 @@ def _copy(descs, pipes, shape, GROUP: gl.constexpr, PDL: gl.constexpr):
     rows, total, n_tiles, steps = shape
     STAGES: gl.constexpr = x_smem.shape[0]
     BLOCK_M: gl.constexpr = x_smem.shape[1]
-    LINE: gl.constexpr = x_smem.shape[2]
     wait_for_previous(PDL)  # the others wait for this warp's copies
     count = 0
     for tile in range(gl.program_id(0), total, gl.num_programs(0)):
@@ -65,22 +64,22 @@ def _copy(descs, pipes, shape, GROUP: gl.constexpr, PDL: gl.constexpr):
             bar = full.index(stage)
             mbarrier.wait(empty.index(stage), (count // STAGES & 1) ^ 1)
             mbarrier.expect(bar, (128 + BLOCK_M) * 128)
-            tma.async_copy_global_to_shared(w_desc, [n * 8, 0, 0, step * LINE], bar, w_smem.index(stage))
-            tma.async_copy_global_to_shared(x_desc, [first, step * LINE], bar, x_smem.index(stage))
+            tma.async_copy_global_to_shared(w_desc, [n * 8, 0, 0, step * 64], bar, w_smem.index(stage))
+            tma.async_copy_global_to_shared(x_desc, [first, step * 64], bar, x_smem.index(stage))
             count += 1
 
 
 @gluon.jit
 def _multiply(args, HALF: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr, GROUP: gl.constexpr):
     """One of the two groups that multiply: half of the rows of each tile of the weight."""
-    pipes, shape, scales, bias_ptr, columns, out = args
+    pipes, shape, bias_ptr, columns, out = args
     rows, total, n_tiles, steps = shape
     BLOCK_M: gl.constexpr = pipes[1].shape[1]
     count = 0
     for tile in range(gl.program_id(0), total, gl.num_programs(0)):
         first, there, n = _tile_of(tile, shape, BLOCK_M, GROUP)
         item = (first, there, n * 64)
-        product(count, steps, pipes, scales, bias_ptr, columns, out, item, HALF, ACT, BIAS, BLOCK_M)
+        product(count, steps, pipes, bias_ptr, columns, out, item, HALF, ACT, BIAS, BLOCK_M)
         count += steps
 
 
@@ -89,13 +88,11 @@ def _multiply(args, HALF: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr, G
 def linear_gated_sm90_kernel(
     w_desc,  # [I / 8, 2, 8, K]: 8 rows of gate, 8 of up
     x_desc,  # [M, K]
-    scales_ptr,  # [2 I] float32 and
-    row_scales_ptr,  # [M] float32, of operands that are float8; or None
     bias_ptr,  # [2 I], read if BIAS
     out_ptr,  # [M, I]
     rows,
     n_tiles,
-    steps,  # of 128 bytes along K
+    steps,  # of 64 along K
     columns,  # I
     ACT: gl.constexpr,
     BIAS: gl.constexpr,
@@ -115,7 +112,7 @@ def linear_gated_sm90_kernel(
     let_next_start(PDL)
     pipes = (w_smem, x_smem, x_smem, full, empty)  # a tile has no tail with a place of its own
     shape = (rows, gl.cdiv(rows, BLOCK_M) * n_tiles, n_tiles, steps)
-    args = (pipes, shape, (scales_ptr, row_scales_ptr), bias_ptr, columns, (out_ptr, out_ptr, False))
+    args = (pipes, shape, bias_ptr, columns, (out_ptr, out_ptr, False))
     gl.warp_specialize(
         [
             (_multiply, (args, 0, ACT, BIAS, GROUP)),
@@ -125,16 +122,6 @@ def linear_gated_sm90_kernel(
         [4, 1],
         [240, 24],
     )
-
-
-def rounded_pays(m: int, weight: torch.Tensor, dtype: torch.dtype) -> bool:
-    return m >= MIN_M
-
-
-def rounded_fits(m: int, weight: torch.Tensor, dtype: torch.dtype) -> bool:
-    """The copy engine can fetch a weight of float8, and rows of which each follows the one before."""
-    lines = weight.shape[1] % 16 == 0 and fetchable(weight, weight, True)
-    return weight.dtype == torch.float8_e4m3fn and dtype != torch.float32 and lines
 
 
 def pays(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> bool:
@@ -154,20 +141,17 @@ def launch(
     out: torch.Tensor,
     activation: str,
     constant_weight: bool = False,
-    scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> None:
     """``out[M, I] = activation(gate) * up`` of ``x[M, K] @ weight[2 I, K].T + bias[2 I]``; what :func:`fits`
-    asks for. ``scales``: ``[2 I]`` and ``[M]`` float32, of float8."""
+    asks for."""
     (m, k), columns = x.shape, out.shape[1]
     n_tiles = triton.cdiv(columns, BLOCK_I)
     block_m, stages = NARROW if weight.numel() <= NARROW_WEIGHT else WIDE
-    line = LINE // x.element_size()
     tiles = triton.cdiv(m, block_m) * n_tiles
     linear_gated_sm90_kernel[(min(processors(x.device), tiles),)](
         weight_descriptor(weight, 2 * BLOCK_I, True),
-        descriptor(x, [m, k], [x.stride(0), 1], [block_m, line]),
-        *scales,
-        *(out if bias is None else bias, out, m, n_tiles, triton.cdiv(k, line), columns),
+        descriptor(x, [m, k], [x.stride(0), 1], [block_m, BLOCK_K]),
+        *(x if bias is None else bias, out, m, n_tiles, triton.cdiv(k, BLOCK_K), columns),
         ACT=activation,
         BIAS=bias is not None,
         STAGES=stages,

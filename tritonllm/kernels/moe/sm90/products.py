@@ -151,20 +151,7 @@ def _multiply(args, HALF: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr, T
         for i in gl.static_range(len(_widths(PAIRS, TAIL))):
             above = rows > (_widths(PAIRS, TAIL)[i - 1] if i else 0)
             if above & (rows <= _widths(PAIRS, TAIL)[i]):
-                product(
-                    count,
-                    steps,
-                    pipes,
-                    (None, None),
-                    p_bias,
-                    columns,
-                    out,
-                    item,
-                    HALF,
-                    ACT,
-                    BIAS,
-                    _widths(PAIRS, TAIL)[i],
-                )
+                product(count, steps, pipes, p_bias, columns, out, item, HALF, ACT, BIAS, _widths(PAIRS, TAIL)[i])
         count += steps
 
 
