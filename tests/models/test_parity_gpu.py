@@ -61,6 +61,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 EVERYWHERE = ("tiny-qwen3-moe", "tiny-ernie4.5-moe", "tiny-dbrx", "tiny-falcon-alibi")
 FLOAT32_LIMIT = 1e-4  # the two compute the powers of the rope base on different devices
 BF16_RATIO = 1.2
+TIE = 1e-3  # of logits' standard deviation: of two tokens as near as that, either is the likeliest
 
 Error = Callable[[torch.Tensor, torch.Tensor], float]
 
@@ -196,7 +197,9 @@ def test_float32(models, record_property):
     record_property("relative_error", worst)
     assert worst < FLOAT32_LIMIT
     for logits, exact in zip(got, models.exact, strict=True):
-        assert torch.equal(logits.argmax(-1), exact[-logits.shape[0] :].argmax(-1))
+        exact = exact[-logits.shape[0] :]
+        chosen = exact.gather(-1, logits.argmax(-1, keepdim=True))[:, 0]
+        assert (chosen >= exact.amax(-1) - TIE * exact.std(-1)).all()
 
 
 def test_bfloat16(models, record_property):

@@ -27,8 +27,8 @@ MOE = CONFIG | EXPERTS | {"architectures": ["Qwen3MoeForCausalLM"], "model_type"
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 # Where rows are rounded, a difference in the last bit puts some numbers on the other side of a border, which the next
 # product sees: behind a few products such differences are as large as those that rounding itself makes. On an H200
-# 0.048 in float32 and 0.056 in bfloat16, of one layer.
-ROUNDED = 0.1
+# 0.048 in float32 and 0.056 in bfloat16, of one layer; of log-probabilities behind four 0.14.
+ROUNDED, ROUNDED_IN_LAYERS = 0.1, 0.25
 
 
 def new(config, device, dtype):
@@ -91,7 +91,7 @@ def said(llm, prompts):
 
 def check_near(found, expected):
     for mine, other in zip(found, expected, strict=True):
-        assert relative_error(mine, other) <= ROUNDED
+        assert relative_error(mine, other) <= ROUNDED_IN_LAYERS
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
