@@ -89,7 +89,7 @@ def test_every_name_is_there():
 
 def test_all_that_has_a_name_of_vllms_can_be_imported_by_it():
     names = {name for module in as_vllm.MODULES.values() for name in module}
-    assert set(tritonllm.__all__) <= names
+    assert set(tritonllm.__all__) - {"quantize_checkpoint"} <= names  # a file's format is llm-compressor's there
     for module in (outputs, sampling_params, pooling_params, inputs):
         classes = {value.__name__ for value in vars(module).values() if isinstance(value, type)}
         own = {name for name in classes if getattr(module, name, None).__module__ == module.__name__}
