@@ -1,5 +1,7 @@
 """Narrow weights made at the start: the engine computes with their numbers, on one rank and on several."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -12,6 +14,7 @@ from tritonllm.engine.start.precompile import Target, kernels_of
 from tritonllm.kernels import Groups, quantize_weight, widen_weight
 from tritonllm.models import checkpoint
 from tritonllm.models.decoder import Decoder
+from tritonllm.models.deferred_weights import products_of_layers
 from tritonllm.models.families import spec_from_config
 from tritonllm.models.quantization import GROUPS, narrowing
 from tritonllm.models.weights import load_weights
@@ -137,3 +140,17 @@ def test_weights_do_not_change_under_a_narrow_model(folder):
     llm.sleep(level=1)
     llm.wake_up()
     assert token_ids(llm.generate([[1, 2, 3]], greedy(4))) == before
+
+
+@pytest.mark.parametrize(("left_out", "rounds_to"), [("", torch.float8_e4m3fn), ("gate", None), ("down", None)])
+def test_a_norm_leaves_rounded_rows_where_all_that_read_these_are_products_of_such(left_out, rounds_to):
+    """Found on meta tensors; the products that are left out have 16-bit weights, as a checkpoint may say."""
+    spec = spec_from_config(tiny_config("qwen3", **SIZES))
+    layers = [replace(layer, attention=replace(layer.attention, output_gate="sigmoid")) for layer in spec.layers]
+    how = {"dtype": torch.bfloat16, "device": torch.device("meta"), "max_model_len": 64}
+    model = Decoder(replace(spec, layers=tuple(layers)), **how)
+    narrow = narrowing(model, "fp8")
+    for name, module, attribute in list(products_of_layers(model)):
+        if not left_out or f".{left_out}." not in name:
+            narrow(model.stage.whole_name(name), module, attribute)
+    assert {layer.traits.rounds_to for layer in model.layers} == {rounds_to}

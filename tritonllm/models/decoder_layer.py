@@ -98,6 +98,8 @@ class DecoderLayer(nn.Module):
         else:
             weights = [product.operand for product in (attention.qkv, attention.o, mlp.up, mlp.down)]
             found = LayerTraits.of_dense(**traits, weights=weights)
+            if attention.gate is not None and attention.gate.rounds_to != found.rounds_to:
+                found = dataclasses.replace(found, rounds_to=None)  # it reads the rows that the projection does
         return dataclasses.replace(found, settles=settles)
 
     def forward(
