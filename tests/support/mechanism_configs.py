@@ -1007,7 +1007,12 @@ MORE_MECHANISMS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "pad_token_id": None,
     },
-    "dbrx (16 experts that lie one below the other, clipped queries, keys and values)": {**DBRX, "n_layers": 1},
+    "dbrx (16 experts that lie one below the other, clipped queries, keys and values)": {
+        **DBRX,
+        "n_layers": 1,
+        # the base of attn_config, which transformers reads only here
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    },
     "kolibri 1 (384 experts, weighed by sigmoids after the choice, four norms, windows that rotate)": {
         **_RMS,
         "architectures": ["Kolibri1ForCausalLM"],

@@ -212,8 +212,6 @@ DBRX: dict[str, Any] = {
     "n_layers": 40,
     "output_router_logits": False,
     "resid_pdrop": 0.0,
-    # not in the file: transformers takes a base of 10000 without it, whatever attn_config says
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
     "use_cache": True,
