@@ -42,7 +42,7 @@ from examples.demo_corpus import documents
 from tritonllm.demo import model_path
 from tritonllm.models.formats.writing import WRITTEN
 from tritonllm.models.loading import load_model, read_spec
-from tritonllm.models.one_sequence import run_alone
+from tritonllm.models.one_sequence import empty_cache, run_alone
 from tritonllm.models.quantized_checkpoint import quantize_checkpoint
 
 OUT = RESULTS / "accuracy"
@@ -169,7 +169,7 @@ def logits_of(
         cache: the dtype of keys and values.
     """
     model = load_model(folder, read_spec(folder), dtype=dtype, device=device, max_model_len=WINDOW)
-    hidden = (run_alone(model, device, ids, cache_dtype=cache) for ids in sequences)
+    hidden = (run_alone(model, device, ids, empty_cache(model, device, len(ids), cache)) for ids in sequences)
     return [model.compute_logits(states).float().cpu() for states in hidden]
 
 

@@ -74,7 +74,8 @@ class ModelConfig:
             attention; ``auto`` a family, and transformers where there is none.
         quantization: make the weights of the layers' products narrow when they are loaded: ``fp8`` (e4m3) or ``int8``,
             a byte an element with a scale for each row, or ``int4``, half a byte with a scale for each 128 columns of a
-            row; activations, embeddings and the output projection keep ``dtype``. ``None`` leaves them as they are. Of
+            row; embeddings and the output projection keep ``dtype``, and so do activations but for the rows of ``fp8``
+            products, which a GPU rounds to float8, too. ``None`` leaves the weights as they are. Of
             a checkpoint that is stored narrow, its ``quant_method`` or ``None``.
         allow_nan: load weights that are NaN or infinite, which are an error otherwise.
         seed: the seed of dummy weights, and of requests that bring none.

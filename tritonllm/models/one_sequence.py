@@ -11,21 +11,26 @@ from tritonllm.layers.segments import Segment, Segments
 BLOCK = 16
 
 
+def empty_cache(model: Any, device: torch.device, tokens: int, dtype: torch.dtype | None = None) -> list[KVCacheView]:
+    """A cache for a sequence of so many tokens, a view for each layer; ``dtype``: by default the model's."""
+    sizes = [(2, -(-tokens // BLOCK), BLOCK, *shape) for shape in model.spec.caches]
+    caches = [KVCacheView(*torch.zeros(size, dtype=dtype or model.dtype, device=device)) for size in sizes]
+    return [caches[cache] for cache in model.spec.cache_of_layer]
+
+
 @torch.inference_mode()
 def run_alone(
-    model: Any, device: torch.device, token_ids: Sequence[int], *, cache_dtype: torch.dtype | None = None
+    model: Any, device: torch.device, token_ids: Sequence[int], cache: Sequence[KVCacheView] | None = None
 ) -> torch.Tensor:
-    """Hidden states ``[T, hidden]`` of a sequence, with a cache that is thrown away.
+    """Hidden states ``[T, hidden]`` of a sequence.
 
     Args:
         model: a :class:`~tritonllm.models.interface.CausalLM`.
         device: where the model is.
-        cache_dtype: the dtype of keys and values; by default the model's.
+        cache: where keys and values go (:func:`empty_cache`); by default thrown away.
     """
-    count, dtype = len(token_ids), cache_dtype or model.dtype
+    count = len(token_ids)
     blocks = -(-count // BLOCK)
-    both = [torch.zeros(2, blocks, BLOCK, *shape, dtype=dtype, device=device) for shape in model.spec.caches]
-    caches = [KVCacheView(k, v) for k, v in both]
     positions = torch.arange(count, device=device)
     metadata = AttentionMetadata(
         segments=Segments(chunk=Segment(1, count, count)),
@@ -35,5 +40,6 @@ def run_alone(
         cu_seqlens_q=torch.tensor([0, count], dtype=torch.int32, device=device),
     )
     ids = torch.tensor(list(token_ids), dtype=torch.int64, device=device)
-    hidden: torch.Tensor = model(ids, positions, metadata, [caches[cache] for cache in model.spec.cache_of_layer])
+    cache = empty_cache(model, device, count) if cache is None else cache
+    hidden: torch.Tensor = model(ids, positions, metadata, cache)
     return hidden

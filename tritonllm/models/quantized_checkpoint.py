@@ -86,8 +86,8 @@ def quantize_checkpoint(
         format: ``"fp8"`` (e4m3) or ``"int8"``, with a scale for each row; ``"w4a16"``, integers of 4 bits with a scale
             for each group of columns (Frantar et al., "GPTQ" (2022), without its search: each number is rounded to the
             nearest); or ``"mxfp4"``, 4-bit floats with a power of two for each 32 columns (OCP Microscaling Formats
-            (MX) Specification v1.0). Engines that multiply narrow numbers round the activations of ``fp8`` and
-            ``int8`` token by token; this one does not.
+            (MX) Specification v1.0). Of ``fp8`` and ``int8`` the configuration says that products round their rows to
+            the same format, token by token, which this engine does on a GPU.
         group_size: columns of a group of ``w4a16``, a power of two from 32 to 4096; by default 128.
         ignore: modules that keep their weights: names, or behind ``re:`` regular expressions that names begin with.
         calibrate: token ids of texts, on which the model runs, in float32 on the CPU, to scale weights of ``w4a16``

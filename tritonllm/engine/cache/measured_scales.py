@@ -11,13 +11,12 @@ import math
 import torch
 
 from tritonllm.dist.group import Group
-from tritonllm.engine.cache.kv_cache import SCALED, make_cache
-from tritonllm.layers.metadata import UNSCALED, AttentionMetadata, KVScales
-from tritonllm.layers.segments import Segment, Segments
+from tritonllm.engine.cache.kv_cache import SCALED
+from tritonllm.layers.metadata import UNSCALED, KVScales
 from tritonllm.models.interface import CausalLM
+from tritonllm.models.one_sequence import empty_cache, run_alone
 
 TOKENS = 512
-_BLOCK = 16
 _ROOM = 2.0
 _STRIDE = 7919  # from one token of the prompt to the next, a prime
 
@@ -31,17 +30,8 @@ def measured_scales(model: CausalLM, group: Group, device: torch.device, most_to
     if any(scales != UNSCALED for scales in model.kv_scales):
         return list(model.kv_scales)
     tokens = min(TOKENS, most_tokens)
-    blocks = -(-tokens // _BLOCK)
-    views, _ = make_cache(model.spec, model.dtype, blocks, _BLOCK, device)
-    at = torch.arange(tokens, device=device)
-    metadata = AttentionMetadata(
-        segments=Segments(chunk=Segment(1, tokens, tokens)),
-        slot_mapping=at,
-        block_tables=torch.arange(blocks, dtype=torch.int32, device=device)[None],
-        seq_lens=torch.tensor([tokens], dtype=torch.int32, device=device),
-        cu_seqlens_q=torch.tensor([0, tokens], dtype=torch.int32, device=device),
-    )
-    model(at * _STRIDE % model.spec.vocab_size, at, metadata, views)
+    views = empty_cache(model, device, tokens)
+    run_alone(model, device, [i * _STRIDE % model.spec.vocab_size for i in range(tokens)], views)
     largest = torch.stack([torch.stack((view.k.abs().amax(), view.v.abs().amax())) for view in views]).float()
     return [KVScales(*map(scale_for, pair)) for pair in group.stack(largest).amax(0).tolist()]
 

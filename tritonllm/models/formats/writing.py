@@ -59,7 +59,7 @@ class WrittenFormat:
         group_size: how many columns of a row share a scale, unless the user says otherwise; 0 for all of them.
         other_sizes: whether the user may choose another group size.
         weights: what the configuration says of weights, beside their groups.
-        activations: what it says of activations; an engine that multiplies narrow numbers rounds these as it says.
+        activations: what it says of activations, which products round so, in this engine those on a GPU.
         rounded: what a weight ``[N, K]`` is when it is read again, float32; ``None`` for formats of bytes and of
             floats, whose numbers get no finer where a column is scaled (:mod:`tritonllm.models.activation_aware`).
     """
