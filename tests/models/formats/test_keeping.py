@@ -107,6 +107,31 @@ def test_what_is_not_kept():
     )
 
 
+def test_rows_are_rounded_where_both_sides_are_of_eight_bits():
+    """As the checkpoint says, in every piece; not beside four bits, by groups of columns, or of experts."""
+    bytes_, fp8 = integers(-127, 127, (4, 128), torch.Generator()).to(torch.int8), torch.ones(4, 128)
+    bytes_[:, 0] = 127  # more than four bits hold
+
+    def rounds(numbers, *pieces_round, columns=0, expert=None):
+        scales = torch.ones(Groups(1, columns).shape(4, 128))
+        arrivals = [
+            Arrival(
+                Slot(parameter="w", shape=(4, 128), start=4 * place, expert=expert),
+                NarrowPiece(numbers, scales, Groups(1, columns), rounds_rows=each),
+            )
+            for place, each in enumerate(pieces_round)
+        ]
+        shape = 4 * len(arrivals), 128
+        return assemble(shape if expert is None else (1, *shape), arrivals).rounds_rows
+
+    for numbers in (bytes_, fp8.to(torch.float8_e4m3fn)):
+        assert rounds(numbers, True, True) and not rounds(numbers, False)
+        assert not rounds(numbers, True, False)
+        assert not rounds(numbers, True, columns=64)
+        assert not rounds(numbers, True, expert=0)
+    assert not rounds(integers(-8, 7, (4, 128), torch.Generator()).to(torch.int8), True)
+
+
 def test_float8_is_widened_where_the_chip_does_not_convert_it(monkeypatch):
     numbers = float8((4, 64), torch.Generator())
     arrival = Arrival(Slot(parameter="w", shape=(4, 64)), NarrowPiece(numbers, torch.ones(4, 1), Groups()))

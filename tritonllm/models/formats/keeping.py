@@ -112,8 +112,9 @@ def assemble(shape: tuple[int, ...], arrivals: Iterable[Arrival]) -> Weight | No
             row_scales[at] = piece.factor
     if zeros is not None and bool((zeros == 8).all()):
         zeros = None
-    # where scales are of groups of columns rows have 16 bits, which are more exact
-    rounds_rows = not groups.columns and not experts and all(piece.rounds_rows for piece in pieces)
+    # beside four bits, and where scales are of groups of columns, rows have 16 bits, which are more exact
+    rounds_rows = format in (FP8, INT8) and not groups.columns and not experts
+    rounds_rows &= all(piece.rounds_rows for piece in pieces)
     return Weight(data, scales, format, groups, zeros, row_scales, rounds_rows)
 
 
